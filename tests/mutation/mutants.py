@@ -1046,6 +1046,20 @@ MUTANTS = [
         PADDED,
     ),
     Mutant(
+        "rounding in 16 bits is not measured",
+        VERIFY + "rounding.py",
+        "_MARGIN = 4.0",
+        "_MARGIN = 400.0",
+        PADDED,
+    ),
+    Mutant(
+        "size that is even as its key is padded",
+        RUNNER + "keys.py",
+        "return other if smallest > 1 and other < padded else smallest",
+        "return smallest",
+        PADDED,
+    ),
+    Mutant(
         "timed replays advance state",
         RUNNER + "comparisons.py",
         "        with self._state().put_back():\n            calls = ",

@@ -37,6 +37,7 @@ from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     Comparison,
     OtherRows,
+    Rounding,
     RunState,
     Verification,
     WrittenRows,
@@ -87,6 +88,7 @@ class Comparisons:
     def __post_init__(self) -> None:
         self._pads = False
         """Whether the next sample is a padded one."""
+        self._rounding = Rounding()
         self._other_rows: dict[str, torch.Tensor] = {}
         """Of the sample before: what any padded row may hold, of a batch that is another one."""
         self.right_cuts: dict[Hashable, int] = {}
@@ -367,6 +369,7 @@ class Comparisons:
             observer=self.observer,
             can_repeat=self.lockstep is None,
             others=others or {},
+            rounding=self._rounding,
         )
 
     def _compare_cut(

@@ -242,15 +242,26 @@ def smaller_by_axis(
     mode: RuntimeMode,
     key: BatchDescriptor,
 ) -> list[dict[str, int]]:
-    """For each axis, the batch that fills ``key`` but is padded most along that axis."""
+    """For each axis, the batch that fills ``key`` but has one ``size_to_compare``."""
     padded = dict(axis_sizes(key))
     found = []
     for axis, size in padded.items():
         below = [other for other in sizes.get(axis, ()) if other < size]
-        smallest = max(below, default=0) + 1
-        if smallest < size:
-            found.append({**padded, axis: smallest})
+        real = size_to_compare(max(below, default=0) + 1, size)
+        if real < size:
+            found.append({**padded, axis: real})
     return found
+
+
+def size_to_compare(smallest: int, padded: int) -> int:
+    """The size that is compared as padded to ``padded``, of those from ``smallest`` on: 1, which
+    models treat apart, or the first that is even where ``padded`` is odd, and odd where it is even.
+
+    Code that pairs rows, or takes 4 at once, reads no padding in a batch of an even size, and code
+    that asks whether a size is even finds nothing where both are.
+    """
+    other = smallest + (padded - smallest + 1) % 2
+    return other if smallest > 1 and other < padded else smallest
 
 
 def require_decision(decision: object) -> None:

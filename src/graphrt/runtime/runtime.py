@@ -63,7 +63,7 @@ from graphrt.graphs.library import copy_error
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
-from graphrt.runner.keys import KeySpace, check_specs
+from graphrt.runner.keys import KeySpace, check_specs, size_to_compare
 from graphrt.runtime.ranks import RankedSteps, agree_on_facts, check_rank_config
 from graphrt.runtime.splitting import SplitSteps
 from graphrt.ubatch import SMControl, wants_split
@@ -725,7 +725,8 @@ def _axis_sizes(key: BatchDescriptor, max_num_seqs: int) -> Mapping[str, int]:
 
 
 def _smaller_sizes(plan: Plan, mode: RuntimeMode, key: BatchDescriptor) -> list[Mapping[str, int]]:
-    """The smallest batch that dispatch pads to a key; none if every batch fills it."""
+    """The batch that is compared as padded to a key, about the smallest that dispatch sends to it;
+    one that fills it where every batch does."""
     # A split batch is padded as an unsplit one.
     kind = (mode, key.uniform, key.num_active_loras)
     below = [
@@ -740,8 +741,10 @@ def _smaller_sizes(plan: Plan, mode: RuntimeMode, key: BatchDescriptor) -> list[
         least = stride * (key.num_ubatches - 1) + 1
         smallest = max(smallest, least, plan.ubatch.decode_token_threshold)
     if key.uniform:
-        num_reqs = -(-smallest // plan.query_len)
+        least, most = -(-smallest // plan.query_len), key.num_tokens // plan.query_len
+        num_reqs = size_to_compare(least, most)
         return [{TOKENS: num_reqs * plan.query_len, REQUESTS: num_reqs}]
+    smallest = size_to_compare(smallest, key.num_tokens)
     # As many tokens a request as in the batch that fills the key, so that none gets too long; or
     # one request less, where there is none.
     padded = _axis_sizes(key, plan.max_num_seqs)

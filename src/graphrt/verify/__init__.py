@@ -31,6 +31,7 @@ from graphrt.verify.replay import (
     require_varied_for_memos as require_varied_for_memos,
     warn_unverified as warn_unverified,
 )
+from graphrt.verify.rounding import Rounding as Rounding
 from graphrt.verify.run_state import (
     OtherRows as OtherRows,
     RunState as RunState,

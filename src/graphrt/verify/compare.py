@@ -58,6 +58,8 @@ class Comparison:
     """Over all tensors, tolerated ones too; NaN if a difference could not be taken."""
     num_ties: int = 0
     """Choices that differ between elements equal within the tolerance."""
+    share_in_16_bits: float = 0.0
+    """The least relative tolerance within which 16-bit tensors are equal; 0 where none is given."""
 
     @property
     def is_equal(self) -> bool:
@@ -97,7 +99,7 @@ def compare(
             check_number("tolerance", limit)
     check_type("chosen_from", chosen_from, Mapping, "paths by path")
     differences: list[Difference] = []
-    sizes = [0.0]
+    sizes, shares = [0.0], [0.0]
     num_compared = num_ties = 0
     unchecked = []
     nodes = list(walk(expected))
@@ -120,11 +122,12 @@ def compare(
             unchecked.append(path)
         elif one.kind == "tensor":
             num_compared += one.value.numel() > 0
-            difference, size, ties = _compare_tensors(
+            difference, size, ties, share = _compare_tensors(
                 path, one.value, other.value, tolerance, scores_of.get(path)
             )
             differences += [] if difference is None else [difference]
             sizes.append(size)
+            shares.append(share)
             num_ties += ties
         elif one.kind == "host":
             num_compared += one.value is not None
@@ -133,7 +136,12 @@ def compare(
     order = {path: number for number, path in enumerate(left)}
     differences.sort(key=lambda difference: order[difference.path])
     return Comparison(
-        tuple(differences), num_compared, tuple(sorted(unchecked)), largest_of(sizes), num_ties
+        tuple(differences),
+        num_compared,
+        tuple(sorted(unchecked)),
+        largest_of(sizes),
+        num_ties,
+        largest_of(shares),
     )
 
 
@@ -149,13 +157,15 @@ def _compare_tensors(
     actual: torch.Tensor,
     tolerance: float | Mapping[torch.dtype, float] | None,
     scores: torch.Tensor | None,
-) -> tuple[Difference | None, float, int]:
-    """Return the difference, if it counts, the largest absolute one, counted or not, and ties.
+) -> tuple[Difference | None, float, int, float]:
+    """Return the difference, if it counts, the largest absolute one, counted or not, ties, and the
+    share of a 16-bit tensor.
 
     Waits for a GPU once, unless something differs.
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return Difference(path, _describe_tensor(expected), _describe_tensor(actual)), math.nan, 0
+        difference = Difference(path, _describe_tensor(expected), _describe_tensor(actual))
+        return difference, math.nan, 0, 0.0
     expected, actual = _resolved(expected), _resolved(actual).to(expected.device)
     whole = expected
     if expected.is_complex():
@@ -163,7 +173,7 @@ def _compare_tensors(
     # Almost always so where bits count. Within a tolerance less often, and a GPU answers by a wait.
     asks = tolerance is None or expected.device.type == "cpu"
     if not whole.numel() or (asks and torch.equal(as_bits(expected), as_bits(actual))):
-        return None, 0.0, 0
+        return None, 0.0, 0, 0.0
     differing = as_bits(expected) != as_bits(actual)
     # The 8-bit formats have no ``isnan`` of their own.
     left, right = (t if t.dtype.itemsize > 1 else _widened(t) for t in (expected, actual))
@@ -172,8 +182,10 @@ def _compare_tensors(
     rest: list[torch.Tensor] = []
     if relative is not None and _is_short(whole):
         differences = _differences(expected, actual, differing)
-        rest = [differences.max().double()]
-        differing &= _rows_beyond(_widened(expected), differences, relative)
+        shares = _shares_of_rows(_widened(expected), differences)
+        # In the place of ties, which floats have none of.
+        rest = [differences.max().double(), torch.zeros_like(shares.sum()), shares.max()]
+        differing &= ~(shares <= relative)  # True for NaN.
     elif (limit := _limit(whole, tolerance)) is not None:
         differences = _differences(expected, actual, differing)
         rest = [differences.max().double()]
@@ -186,14 +198,15 @@ def _compare_tensors(
     count = differing.sum()
     # Stacked, because each number of its own is a wait.
     numbers = torch.stack([count.double(), *rest]).tolist() if rest else [count.item()]
-    num_differing, size, num_ties = [*numbers, 0.0, 0.0][:3]
+    num_differing, size, num_ties, share = [*numbers, 0.0, 0.0, 0.0][:4]
     if not num_differing:
-        return None, size, int(num_ties)
+        return None, size, int(num_ties), share
     # Of an empty index (a 0-d tensor) the first is ().
     first = tuple(int(i) for i in differing.nonzero()[0])
     size = size or _differences(expected, actual, differing).max().item()
     one, other = repr(expected[first].item()), repr(actual[first].item())
-    return Difference(path, one, other, size, first, int(num_differing)), size, int(num_ties)
+    difference = Difference(path, one, other, size, first, int(num_differing))
+    return difference, size, int(num_ties), share
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,10 +234,9 @@ _ROW_SHARE = 3.0
 """How much further than a whole tensor one row of it may be off, relatively."""
 
 
-def _rows_beyond(
-    expected: torch.Tensor, differences: torch.Tensor, relative: float
-) -> torch.Tensor:
-    """Where root mean squares say that a 16-bit result is another one: in some rows, or in all.
+def _shares_of_rows(expected: torch.Tensor, differences: torch.Tensor) -> torch.Tensor:
+    """The relative tolerance that each row of a 16-bit result needs, by root mean squares: of the
+    row, and of all.
 
     Not the largest difference, because that of millions of elements is far out in the tail: a deep
     model amplifies roundings, in some rows ten times as much as in others.
@@ -236,11 +248,11 @@ def _rows_beyond(
         for x in (differences, expected.nan_to_num(0.0, 0.0, 0.0))
     )
     off, size = map(torch.linalg.vector_norm, (off_of_row, size_of_row))
-    limit = _ROW_SHARE * relative * torch.maximum(size_of_row, size / math.sqrt(rows[0]))
-    beyond = ~((off_of_row <= limit) & (off <= relative * size))  # True for NaN.
-    shape = (-1, *[1] * (expected.dim() - 1)) if expected.dim() else ()
-    result: torch.Tensor = beyond.view(shape)
-    return result
+    scale = _ROW_SHARE * torch.maximum(size_of_row, size / math.sqrt(rows[0]))
+    shares = torch.maximum(off_of_row / scale, off / size)
+    # What is equal needs none, also where all is zero.
+    shares = torch.where(off == 0, 0.0, shares)
+    return shares.view(-1, *[1] * (expected.dim() - 1)) if expected.dim() else shares[0]
 
 
 def _limit(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,8 @@ from graphrt.graphs.buffers import BoundBuffers, Sizes
 from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.values import dotted, format_path, own_copy, tensors_of, walk
-from graphrt.verify.compare import Comparison, compare
+from graphrt.verify.compare import Comparison, compare, largest_of
+from graphrt.verify.rounding import RoundedOtherwise, Rounding
 from graphrt.verify.run_state import VARYING, RunResult, RunState, restored
 
 
@@ -128,6 +130,7 @@ def check_padding(
     observer: Observer | None,
     can_repeat: bool,
     others: Mapping[str, torch.Tensor],
+    rounding: Rounding,
 ) -> tuple[Any, dict[str, Comparison]]:
     """Prove twice that the padding of a replay matters to no real row.
 
@@ -151,6 +154,8 @@ def check_padding(
     ``before_warmup``: each run starts with what the callable remembered then.
     ``can_repeat``: a difference may be followed by more replays, which tell its cause: not where
     other ranks would have to replay too. ``others``: as for ``varied_padding``.
+    ``rounding``: what is known of the callable's; in 16 bits the second proof also asks that it
+    explains the difference, which may take more unpadded runs.
 
     Errors: ``VerificationError`` that names the buffers, or says that the result depends on the
             padded size or varies from run to run, with the first rows that differ;
@@ -204,6 +209,26 @@ def check_padding(
                     run(run_unpadded, poisons=False)
                 if wider.is_equal and seen.is_any:
                     outcome, found = wider, run(replay, is_last=True, poisons=False)
+            elif outcome.share_in_16_bits and can_repeat and run_unpadded is not None:
+                exact, unrounded = unpadded, run_unpadded
+                num_runs = 0
+
+                def measure(mode: RoundedOtherwise) -> Comparison:
+                    nonlocal num_runs
+                    num_runs += 1
+                    with mode:
+                        moved = run(unrounded, poisons=False)
+                    return compare_runs(exact, moved, UNPADDED_TOLERANCE)
+
+                kept = found._replace(outputs=own_copy(found.outputs))
+                outcome = rounding.judge(
+                    lambda limits: compare_within(exact, kept, limits, tolerance, chosen_from),
+                    UNPADDED_TOLERANCE,
+                    measure,
+                )
+                if num_runs:
+                    run(run_unpadded, poisons=False)  # What it keeps is not of a moved run.
+                    found = run(replay, is_last=True, poisons=False)
         if outcome is not None and observer is not None:
             largest, ties = outcome.max_abs_difference, outcome.num_ties
             observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
@@ -300,7 +325,9 @@ def compare_runs(
     """Compare the outputs of two runs, and where they are equal the state they left."""
     outputs = compare(expected.outputs, found.outputs, tolerance=tolerance, chosen_from=chosen_from)
     state = compare(expected.left.compared, found.left.compared, tolerance=tolerance)
-    return outputs if state.is_equal or not outputs.is_equal else state
+    outcome = outputs if state.is_equal or not outputs.is_equal else state
+    shares = (outputs.share_in_16_bits, state.share_in_16_bits)
+    return replace(outcome, share_in_16_bits=largest_of(shares))
 
 
 def compare_within(
