@@ -35,6 +35,7 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.events import PaddingVerified, RanEager, Replayed, Verified
+from graphrt.verify import Rounding, compare
 from lab import rows_runner
 
 X = BufferSpec("x", ("tokens", 3), torch.float32)
@@ -759,6 +760,39 @@ def test_rounding_that_layers_amplify_is_admitted(policy):
     with rows_runner(model, (4, 8), examples=short_rows, **options) as runner:
         assert len(runner.capture().graphs) == 2
     assert torch.equal(bias, before)
+
+
+def adds(x, made):
+    torch.add(x, 1, out=made)
+
+
+@pytest.mark.parametrize(
+    ("run", "is_judged"),
+    [
+        (lambda x: x + 1, True),
+        (lambda x: adds(x, torch.empty_like(x)), True),
+        (lambda x: adds(x + 1, x), False),
+        (lambda x: None, False),
+    ],
+    ids=["operator", "out_of_operator", "out_made_elsewhere", "nothing"],
+)
+def test_rounding_that_operators_do_not_show_keeps_the_whole_tolerance(run, is_judged):
+    """As in kernels that Inductor compiled, whose memory no operator makes."""
+    limits = []
+
+    def compared(asked):
+        limits.append(asked[torch.bfloat16])
+        return compare(torch.ones(2), torch.ones(2) + (asked[torch.bfloat16] < 0.25))
+
+    def measure(mode):
+        x = torch.ones(4, dtype=torch.bfloat16)
+        with mode:
+            run(x)
+        return compare(torch.ones(2), torch.ones(2))
+
+    outcome = Rounding().judge(compared, {torch.bfloat16: 0.25}, measure)
+    assert outcome.is_equal is not is_judged
+    assert (limits[-1] == 0.25) is not is_judged
 
 
 def test_sampled_step_that_measures_rounding_leaves_state_as_its_replay():

@@ -48,8 +48,11 @@ class Rounding:
             outcome = compare(self._limits(tolerance))
             if outcome.is_equal:
                 return outcome
-            share = measure(RoundedOtherwise(number)).share_in_16_bits
-            self._share = max(self._share, share) if share == share else math.inf
+            mode = RoundedOtherwise(number)
+            share = measure(mode).share_in_16_bits
+            if math.isnan(share) or not mode.sees_roundings:
+                share = math.inf
+            self._share = max(self._share, share)
         return compare(self._limits(tolerance))
 
     def _limits(self, tolerance: Mapping[torch.dtype, float]) -> Mapping[torch.dtype, float]:
@@ -65,22 +68,34 @@ class RoundedOtherwise(LookingMode):
     """Moves 16-bit floats that operators return by up to half a last bit, and rounds them again.
 
     Only in memory that was made meanwhile: weights and state stay as they are.
+
+    ``sees_roundings``: False where nothing was moved, or an operator wrote into memory that none
+    made, as in code that Inductor compiled: its kernels round where no operator shows it.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
+        self._num_moved = 0
+        self._made_elsewhere = False
         self._made: set[int] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def sees_roundings(self) -> bool:
+        return self._num_moved > 0 and not self._made_elsewhere
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if types and is_for_parts(types):
             return NotImplemented
-        given = tensors_of((args, kwargs or {}))
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
         before = {*map(_start, given)}
-        result = func(*args, **(kwargs or {}))
+        written = map(_start, tensors_of(kwargs.get("out")))
+        self._made_elsewhere |= any(start not in self._made for start in written)
+        result = func(*args, **kwargs)
         returned = tensors_of(result)
         fresh = [tensor for tensor in returned if _start(tensor) not in before]
         self._made |= {*map(_start, fresh)}
@@ -96,6 +111,7 @@ class RoundedOtherwise(LookingMode):
         if generator is None:  # Its own, so that no one else draws other numbers.
             generator = torch.Generator(tensor.device).manual_seed(self._seed)
             self._generators[tensor.device] = generator
+        self._num_moved += 1
         moves = torch.rand(tensor.shape, generator=generator, device=tensor.device)
         tensor.mul_(1 + torch.finfo(tensor.dtype).eps * (moves - 0.5))
 
