@@ -3,7 +3,8 @@
 The loop is yours; model and cache are those of transformers, as they are. All decode steps have
 the same shapes, so ``examples`` says all that there is to say of inputs. A step advances lengths
 that the cache keeps: what a capture does to them is undone (``state``). Rows behind these lengths
-may hold anything until a step writes them (``may_overwrite``).
+may hold anything until a step writes them (``may_overwrite``). The cache is passed by position
+because its name, ``past_key_values``, became ``cache`` in transformers 5.24.
 
 Output::
 
@@ -22,7 +23,7 @@ def generate(model, prompts, num_new):
     cache = StaticCache(model.config, max_cache_len=prompts.shape[1] + num_new)
 
     def next_tokens(ids):
-        return model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        return model(ids, None, None, cache).logits[:, -1:].argmax(-1)
 
     tokens = [next_tokens(prompts)]  # the prefill is eager, and allocates the cache
     with CUDAGraphRunner(

@@ -117,7 +117,11 @@ def hf_model(shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> An
 
 
 class Decoder:
-    """The HF module over static caches, one for each batch size, at the end of a random prompt."""
+    """The HF module over static caches, one for each batch size, at the end of a random prompt.
+
+    Caches are passed by position here because the argument's name, ``past_key_values``, became
+    ``cache`` in transformers 5.24.
+    """
 
     def __init__(
         self, shape: ModelConfig, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -156,7 +160,7 @@ class Decoder:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits [requests, vocab_size] of one more token a request, ``ids`` [requests]."""
         cache = self.caches[ids.shape[0]]
-        return self.model(input_ids=ids[:, None], past_key_values=cache).logits[:, -1]
+        return self.model(ids[:, None], None, None, cache).logits[:, -1]
 
 
 def attention_class(model: Any) -> type:
@@ -207,7 +211,7 @@ class OneCache(torch.nn.Module):
         self.cache = decoder.caches[1]
 
     def forward(self, *, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=ids[:, None], past_key_values=self.cache).logits
+        logits: torch.Tensor = self.model(ids[:, None], None, None, self.cache).logits
         return logits[:, -1]
 
 
@@ -321,7 +325,7 @@ def compiled_forward(decoder: Decoder) -> Callable[[torch.Tensor], torch.Tensor]
     def forward(ids: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         cache = decoder.caches[ids.shape[0]]
-        logits: torch.Tensor = model(input_ids=ids[:, None], past_key_values=cache).logits[:, -1]
+        logits: torch.Tensor = model(ids[:, None], None, None, cache).logits[:, -1]
         return logits
 
     return forward
