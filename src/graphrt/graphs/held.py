@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain, compress, cycle
+from itertools import compress, cycle
 from operator import attrgetter, contains, is_not, itemgetter, methodcaller, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -470,6 +470,12 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         if type(hiding) is dict:
             looks.append((dict.get, hiding, name, None))
         return looks, []
+    own = own_dict(owner) if kind == "attribute" and value is MISSING and not in_turns else None
+    if type(own) is dict and read_member(class_of(owner), name) is MISSING:
+        # Many, because each object of a class lacks it.
+        boxes = [own, *(own[each] for each in REGISTERS.values() if _is_module(owner))]
+        looks = [(read_member, class_of(owner), name, MISSING)]
+        return [*looks, *((contains, box, name, False) for box in boxes)], []
     get, box, name = _getter(place)
     looks = [(get, box, name, value)]
     if tensor is not None and tensor.layout:
@@ -537,8 +543,8 @@ def modules_of(target: object) -> dict[str, torch.nn.Module]:
 
 def bytes_of(externals: Iterable[HeldTensor]) -> int:
     """Bytes of the distinct storages."""
-    storages = {id(item.storage): item.storage for item in externals if item.storage is not None}
-    return sum(storage.nbytes() for storage in storages.values())
+    storages = {item.storage for item in externals}
+    return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 def find_holder(address: int, num_bytes: int, target: object) -> str:
@@ -759,15 +765,22 @@ class Found(NamedTuple):
 
 
 class Lookup:
-    """Looks at each place once, for all programs that share it."""
+    """Looks at each place once, for all programs that share it.
+
+    Tensors are known by themselves and values by the sequence they are in, not by their ids: where
+    something hooks the audit events of the process, each ``id`` is one.
+    """
 
     def __init__(self) -> None:
         self._now: dict[int, Reads] = {}
-        self._is_moved: dict[int, bool] = {}
+        self._is_moved: dict[HeldTensor, bool] = {}
+        self._values: dict[int, tuple[Sequence[Place], list[str]]] = {}
+        """By id, values that programs share, and the paths of those that moved."""
 
     @property
     def num_checked(self) -> int:
-        return len(self._is_moved)
+        values = {id(place) for values, _ in self._values.values() for place in values}
+        return len(self._is_moved) + len(values)
 
     def find(self, reads: Reads, tensors: Sequence[HeldTensor], values: Sequence[Place]) -> Found:
         """Of what a program reads: what moved, and where the rest stands now."""
@@ -778,11 +791,14 @@ class Lookup:
             return _replaced(reads, now, tensors, values)
         is_moved = self._is_moved
         # Most were looked at for another program.
-        looked_at: Iterable[HeldTensor | Place] = chain(tensors, values)
-        for item in [item for item in looked_at if id(item) not in is_moved]:
-            is_moved[id(item)] = item.has_moved()
-        moved = [item.name for item in tensors if is_moved[id(item)]]
-        moved += [place.path for place in values if is_moved[id(place)]]
+        for item in tensors:
+            if item not in is_moved:
+                is_moved[item] = item.has_moved()
+        moved = [item.name for item in tensors if is_moved[item]]
+        if id(values) not in self._values:
+            of_values = [place.path for place in values if place.has_moved()]
+            self._values[id(values)] = values, of_values
+        moved += self._values[id(values)][1]
         return Found(list(dict.fromkeys(moved)), reads, tensors, values)
 
 

@@ -413,8 +413,8 @@ class Program:
         """Names of what it reads that another storage, value or code stands behind now."""
         if self.reads is None:
             return []
-        tensors, values = self.watched_tensors(), self.watched_values()
-        found = (lookup or Lookup()).find(self.reads, tensors, values)
+        tensors = self.watched_tensors()
+        found = (lookup or Lookup()).find(self.reads, tensors, self.values)
         moved = [name for name in found.moved if name not in self._ignored]
         if not moved and found.reads is not self.reads:
             # An object gave way to another that holds the same: that one is looked at from now on.
@@ -431,8 +431,8 @@ class Program:
         """
         if self.reads is None:
             return
-        tensors, values = self.watched_tensors(), self.watched_values()
-        names = lookup.find(self.reads, tensors, values).moved
+        tensors = self.watched_tensors()
+        names = lookup.find(self.reads, tensors, self.values).moved
         touched = {item.name for item in tensors if item.touched}
         self._ignored |= frozenset(names) - touched
 
