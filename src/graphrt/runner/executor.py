@@ -12,7 +12,7 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import ConfigError, InputMismatchError, UnkeyedValueError, shown
+from graphrt.errors import InputMismatchError, UnkeyedValueError
 from graphrt.graphs import (
     BoundBuffers,
     BufferSet,
@@ -44,6 +44,7 @@ from graphrt.runner.examples import (
     Values,
     as_example,
     examples_like,
+    make_example,
     of_example,
 )
 from graphrt.runner.keys import (
@@ -391,15 +392,7 @@ class Executor:
 
     def example_call(self, sizes: Sizes, seed: int) -> Call:
         assert self.examples is not None, "runners without examples capture nothing"
-        made = self.examples(sizes, seed)
-        example = made if isinstance(made, Example) else Example(made)
-        if not isinstance(example.values, Mapping):
-            raise ConfigError(
-                f"examples({dict(sizes)}, {seed})",
-                expected="an Example, or values by input name",
-                found=shown(made),
-                do="return {name: tensor} for every input",
-            )
+        example = make_example(self.examples, sizes, seed)
         self.has_step_info = self.has_step_info or example.step_info is not None
         self.has_constant_info = example.constant_info
         return Call(example.values, sizes, sizes, example.step_info)
