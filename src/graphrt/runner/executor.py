@@ -33,10 +33,10 @@ from graphrt.graphs.values import (
     map_tensors,
     own_copy,
     same_host_value,
+    storage_start,
     tensors_of,
     walk,
 )
-from graphrt.graphs.writes import storage_of
 from graphrt.runner.examples import (
     Example,
     Examples,
@@ -416,13 +416,8 @@ class ProfiledExecutor(Executor):
 
 
 def _is_in(bound: BoundBuffers) -> Callable[[torch.Tensor], bool]:
-    held = {view.untyped_storage().data_ptr() for view in bound.views.values()}
-
-    def is_in(tensor: torch.Tensor) -> bool:
-        storage = storage_of(tensor)
-        return storage is not None and storage.data_ptr() in held
-
-    return is_in
+    held = set(map(storage_start, bound.views.values())) - {0}
+    return lambda tensor: storage_start(tensor) in held
 
 
 def _is_same_info(constant: Any, found: Any) -> bool:
