@@ -48,7 +48,7 @@ FUZZ ?= --seed 1 --engine-steps 50000 --runner-steps 10000
 fuzz: $(DEV_ENV)
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-# Runs in the interpreter that sees the GPU: the active one, unless BIN_GPU names another.
+# Runs in the interpreter that sees the GPU: the active one, unless PYTHON_GPU names another.
 PYTHON_GPU ?= $(PYTHON)
 test-gpu:
 	$(PYTHON_GPU) -m pytest tests/gpu

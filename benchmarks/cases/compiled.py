@@ -340,6 +340,23 @@ def no_compiler_cache() -> Iterator[None]:
         yield
 
 
+def started_compiled(
+    decoder: Decoder, ids: torch.Tensor, device: Device
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, float]:
+    """The baseline's forward, what its first replay returned, and the seconds until then."""
+    decoder.rewind()
+    device.synchronize()
+    started = perf_counter()
+    with no_compiler_cache():
+        forward = compiled_forward(decoder)
+        # The third call is the first that replays: compile, warm up, record.
+        for _ in range(3):
+            decoder.rewind()
+            compiled = forward(ids).clone()
+        device.synchronize()
+    return forward, compiled, perf_counter() - started
+
+
 def cudagraph_skips() -> int:
     """How often Inductor has given up on a graph so far, in this process."""
     from torch._dynamo.utils import counters
@@ -393,18 +410,8 @@ def measure(name: str, shape: ModelConfig, device: Device) -> list[Row]:
         # The eager run above and this replay had the same cache up to the prompt's end.
         require_equal(found, expected, f"G10 {name}, captured")
 
-        decoder.rewind()
-        device.synchronize()
         skips_before = cudagraph_skips()
-        started = perf_counter()
-        with no_compiler_cache():
-            forward = compiled_forward(decoder)
-            # The third call is the first that replays: compile, warm up, record.
-            for _ in range(3):
-                decoder.rewind()
-                compiled = forward(ids).clone()
-            device.synchronize()
-        their_start = perf_counter() - started
+        forward, compiled, their_start = started_compiled(decoder, ids, device)
         # Evidence that the baseline is what it should be: its graphs were not skipped.
         num_skips = cudagraph_skips() - skips_before
         error = require_close(compiled, expected, f"G10 {name}, compiled")
@@ -580,17 +587,8 @@ def measure_level_3(
             seconds, reports[label] = tuned_start_of_a_process(name, folder / "tuned")
             starts[label] = [seconds]
         # Behind them, because torch.compile compiles again when hooks of modules come and go.
-        decoder.rewind()
-        device.synchronize()
-        started = perf_counter()
-        with no_compiler_cache():
-            forward = compiled_forward(decoder)
-            # The third call is the first that replays: compile, warm up, record.
-            for _ in range(3):
-                decoder.rewind()
-                compiled = forward(ids).clone()
-            device.synchronize()
-        starts["compiled"] = [perf_counter() - started]
+        forward, compiled, their_start = started_compiled(decoder, ids, device)
+        starts["compiled"] = [their_start]
         require_close(compiled, expected, f"G10 {name}, compiled")
         num_equal["compiled"] = require_tokens(tokens_of(forward, decoder), eager, "compiled")
         arms["compiled"] = greedy(forward, 1, place)

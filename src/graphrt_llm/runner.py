@@ -43,7 +43,7 @@ class LaunchedStep:
     """
 
     def __init__(
-        self, batch: ScheduledBatch, tokens: Tensor, storage: int, group: RankGroup | None = None
+        self, batch: ScheduledBatch, tokens: Tensor, storage: int, group: RankGroup | None
     ) -> None:
         self.batch = batch
         self.tokens = tokens
@@ -126,7 +126,7 @@ class Runner:
         limits: Limits,
         *,
         pinned: bool,
-        excludes: Callable[[AttentionMetadata], frozenset[RuntimeMode]] | None = None,
+        excludes: Callable[[AttentionMetadata], frozenset[RuntimeMode]] | None,
     ) -> None:
         self._runtime = runtime
         self._query_len = limits.query_len

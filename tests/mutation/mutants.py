@@ -1069,8 +1069,8 @@ MUTANTS = [
     Mutant(
         "checked view is lost to the search for float32",
         VERIFY + "padding.py",
-        "                # Another run ends checked views.\n"
-        "                found = found._replace(outputs=own_copy(found.outputs))\n",
+        "            # Another run ends checked views.\n"
+        "            found = found._replace(outputs=own_copy(found.outputs))\n",
         "",
         PADDED,
     ),

@@ -83,7 +83,6 @@ def checker_for(level: StaleCheck, *args: Any) -> Callable[..., None]:
     signature = Signature.of(args, {})
     return generate_checker(
         level,
-        signature,
         args,
         {},
         by_address=lambda tensor: False,
@@ -247,7 +246,6 @@ def test_new_views_of_the_same_bytes_need_no_full_check() -> None:
     args = tuple(base[:4] for base in bases)
     check = generate_checker(
         StaleCheck.IDENTITY,
-        Signature.of(args, {"n": 0.5}),
         args,
         {"n": 0.5},
         by_address=lambda tensor: False,

@@ -587,6 +587,7 @@ def test_runner_without_inputs_takes_shapes_of_examples():
     [
         ({}, "neither inputs nor examples"),
         ({"sizes": {"rows": [1]}, "examples": lambda sizes, seed: {}}, "sizes, capacity"),
+        ({"examples": lambda sizes, seed: [torch.ones(2)]}, "return {name: tensor}"),
     ],
 )
 def test_runner_without_inputs_needs_examples_of_one_size(options, word):

@@ -16,6 +16,7 @@ from tests.ubatch_models import WIDTH, Layers, uniform_key
 from graphrt import (
     BatchDescriptor,
     CaptureJob,
+    CUDAGraphWrapper,
     ForwardContext,
     OutputSpec,
     Reason,
@@ -356,6 +357,9 @@ def test_attributes_come_from_the_runnable(lab: Lab) -> None:
     assert wrapper.depth == model.depth
     assert wrapper.unwrap() is inner
     assert wrapper.unwrap(deep=True) is model
+    outer = CUDAGraphWrapper(wrapper, lab.library, PIECEWISE)
+    assert outer.unwrap() is wrapper
+    assert outer.unwrap(deep=True) is model
     with pytest.raises(AttributeError, match="UBatchWrapper"):
         _ = wrapper.missing
     assert copy.copy(wrapper).runnable is inner

@@ -37,7 +37,6 @@ def checker_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     signature = Signature.of(args, kwargs)
     return generate_checker(
         StaleCheck.IDENTITY,
-        signature,
         args,
         kwargs,
         by_address=lambda tensor: False,
@@ -99,10 +98,8 @@ def test_stale_check_compares_pool_tensors_by_address(lab: Lab) -> None:
 def test_stale_check_never_refreshes_the_first_identity(lab: Lab) -> None:
     seen = []
     x = torch.ones(4)
-    signature = Signature.of((x,), {})
     check = generate_checker(
         StaleCheck.IDENTITY,
-        signature,
         (x,),
         {},
         by_address=lambda tensor: False,

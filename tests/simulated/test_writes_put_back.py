@@ -206,7 +206,7 @@ def test_state_without_memory_for_a_copy_stays_written(lab: Lab, monkeypatch: An
         raise torch.OutOfMemoryError(f"no {storage.nbytes()} bytes")
 
     cell = torch.zeros(1)
-    monkeypatch.setattr(writes, "_whole", no_memory)
+    monkeypatch.setattr(writes, "whole_of", no_memory)
     with pytest.raises(StateAdvancedError):
         lab.capture_all(lab.job(lab.wrap(counting(cell)), torch.ones(2)))
     assert cell.item() > 0

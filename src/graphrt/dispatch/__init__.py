@@ -9,5 +9,5 @@ from graphrt.dispatch.dispatcher import (
     NOTHING as NOTHING,
     CUDAGraphDispatcher as CUDAGraphDispatcher,
     check_count as check_count,
-    check_flag as check_flag,
+    check_uniform as check_uniform,
 )

@@ -158,7 +158,7 @@ class CUDAGraphDispatcher:
                 found=str(count),
                 do="split the batch, or resolve a plan with a larger max_loras",
             )
-        uniform = check_flag("uniform", uniform)
+        uniform = check_uniform(uniform)
         decisions, reasons, beyond = self._row(uniform, count, check_modes(exclude), ubatches)
         if tokens >= len(decisions):
             return self._none(tokens, count, ubatches, beyond)
@@ -294,13 +294,13 @@ def check_count(name: str, value: int, *, least: int) -> int:
     return number
 
 
-def check_flag(name: str, value: object) -> bool:
+def check_uniform(value: object) -> bool:
     """Return ``value`` as a bool. Raises ``BatchError`` for what is neither true nor false."""
     try:
         return bool(value)
     except Exception:  # noqa: BLE001  A tensor of several elements, or what raises by itself.
         raise BatchError(
-            name, expected="True or False", found=shown(value), do="pass one of them"
+            "uniform", expected="True or False", found=shown(value), do="pass one of them"
         ) from None
 
 

@@ -37,7 +37,7 @@ from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CALL_INNER, CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
-from graphrt.graphs.values import parameters_of, tensors_of
+from graphrt.graphs.values import parameters_of, storage_start, tensors_of
 from graphrt.graphs.writes import Write, observed_writes, storage_of
 
 
@@ -208,17 +208,13 @@ class _Capture:
         is_known = known is not None and known.leads_to_the_same()
         if known is not None and is_known and (is_before or known.has_same_tensors()):
             return known
-        inputs = {
-            tensor.untyped_storage().data_ptr()
-            for buffers in library.static_buffers
-            for tensor in buffers.tensors.values()
-            if tensor.numel()
-        }
+        buffers = [each.tensors.values() for each in library.static_buffers]
+        inputs = {storage_start(tensor) for tensors in buffers for tensor in tensors} - {0}
 
         def is_ours(tensor: torch.Tensor) -> bool:
             # Where else a callable keeps its arguments (a context that attention reads) is its
             # matter: it sets them anew in each run, and others may use the place between two runs.
-            return library.device.owns(tensor) or tensor.untyped_storage().data_ptr() in inputs
+            return library.device.owns(tensor) or storage_start(tensor) in inputs
 
         return Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
 
@@ -265,7 +261,7 @@ class _Capture:
 
     def _refuse_escapes(self, host: HostSnapshot) -> None:
         recorder, before = self.recorder, self._live_before
-        kept = {t.untyped_storage().data_ptr() for t in tensors_of(recorder.outputs)}
+        kept = set(map(storage_start, tensors_of(recorder.outputs)))
         statics = (storage() for storage in recorder.static_outputs)
         kept |= {storage.data_ptr() for storage in statics if storage is not None}
         escaped = _escaped(recorder.pool, before, kept)

@@ -506,7 +506,6 @@ class Program:
         self._stream = self.device.current_stream()
         self._checker = generate_checker(
             self.stale_check,
-            self.signature,
             args,
             kwargs,
             by_address=self.device.owns,

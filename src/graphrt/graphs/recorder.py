@@ -43,7 +43,7 @@ from graphrt.graphs.values import (
     tensors_of,
     walk_call,
 )
-from graphrt.graphs.writes import Write, observed_writes
+from graphrt.graphs.writes import Write, observed_writes, whole_of
 from graphrt.source import traceback_source
 
 _ALIGNMENT = 16
@@ -397,9 +397,8 @@ class ProgramRecorder:
             for item in originals:
                 storage = item.storage()
                 if storage is not None and item.copy.happened(if_uncounted=False):
-                    kept = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                     through = f"{segment.site}, through what it returned (return a copy of it)"
-                    self.eager_writes.append(Write(kept, through))
+                    self.eager_writes.append(Write(whole_of(storage), through))
             shared = [*(item.copy for item in originals), *given]
             if originals and any(writes.happened(if_uncounted=True) for writes in shared):
                 self.segments[index] = replace(segment, owns_results=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -124,11 +125,14 @@ class Workspace:
 
         Aliasing: every call returns the same bytes, so at most one result is in use at a time. A
                   growth moves them; earlier results keep the old ones.
-        Errors:   ``FrozenBufferError`` for a growth while frozen.
+        Errors:   ``FrozenBufferError`` for a growth while frozen; ``ConfigError`` for what is no
+                  shape or dtype.
         """
         try:
-            needed = math.prod(shape) * dtype.itemsize
-        except (TypeError, AttributeError) as error:
+            needed = operator.index(math.prod(shape) * dtype.itemsize)
+            if min(shape, default=0) < 0:  # A slice would give other bytes than were asked for.
+                raise ValueError("a negative size")
+        except (TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"workspace {self.name!r}",
                 expected="a shape, and a torch.dtype",

@@ -126,7 +126,6 @@ class Signature:
 
 def generate_checker(
     level: StaleCheck,
-    signature: Signature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,

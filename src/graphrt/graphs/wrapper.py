@@ -150,13 +150,17 @@ class CUDAGraphWrapper:
 
     def unwrap(self, deep: bool = False) -> Callable[..., Any]:
         """Return the runnable; with ``deep`` the innermost one, through nested wrappers."""
-        inner = self.runnable
-        while deep and isinstance(inner, CUDAGraphWrapper):
-            inner = inner.runnable
-        return inner
+        return innermost(self.runnable) if deep else self.runnable
 
     def __getattr__(self, name: str) -> Any:
         return read_from_runnable(self, name)
+
+
+def innermost(runnable: Any) -> Any:
+    """``runnable``, or what it runs in the end if it is a wrapper, of whichever class."""
+    while hasattr(type(runnable), "concrete_cudagraph_entries"):
+        runnable = runnable.runnable
+    return runnable
 
 
 def read_from_runnable(wrapper: Any, name: str) -> Any:

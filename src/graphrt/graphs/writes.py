@@ -62,7 +62,7 @@ class KeptTensors:
         wait_for_pinned([tensor])
         try:
             with torch.inference_mode():
-                copy = _whole(storage).clone()
+                copy = whole_of(storage).clone()
         except torch.OutOfMemoryError:  # As if it were too large.
             return
         forget = partial(self._forget, address)
@@ -77,7 +77,7 @@ class KeptTensors:
         ]
         for storage, copy in found:
             with torch.inference_mode():
-                whole = _whole(storage)
+                whole = whole_of(storage)
                 wait_for_pinned([whole])
                 whole.copy_(copy)
             self._forget(storage.data_ptr())
@@ -90,8 +90,8 @@ class KeptTensors:
         self._kept.pop(address, None)
 
 
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view of the bytes."""
+def whole_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view of all bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

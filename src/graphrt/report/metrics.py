@@ -46,6 +46,7 @@ RANGE = (1e-3, 1e9)
 
 GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _SCALE = 1 / math.log(GAMMA)
+_BUCKETS_PER_BAR = 3
 _FIRST, _LAST = (math.ceil(math.log(bound) * _SCALE) for bound in RANGE)
 
 
@@ -97,19 +98,19 @@ class Histogram:
             maximum=max(self.maximum, other.maximum),
         )
 
-    def bars(self, buckets_per_bar: int = 3) -> tuple[list[float], list[float]]:
+    def bars(self) -> tuple[list[float], list[float]]:
         """Edges of neighbouring bars, one more than bars, and the share of samples in each.
 
-        The default bars are 6 % wide. Empty lists without samples.
+        Bars are 6 % wide. Empty lists without samples.
         """
         counts = Counter[int]()
         for bucket, samples in self.buckets:
-            counts[bucket // buckets_per_bar] += samples
+            counts[bucket // _BUCKETS_PER_BAR] += samples
         if not counts:
             return [], []
         bars = range(min(counts), max(counts) + 1)
         # Bucket i ends at GAMMA**i, so the bar that begins with it begins at GAMMA**(i - 1).
-        edges = [GAMMA ** (bar * buckets_per_bar - 1) for bar in (*bars, bars.stop)]
+        edges = [GAMMA ** (bar * _BUCKETS_PER_BAR - 1) for bar in (*bars, bars.stop)]
         return edges, [counts[bar] / self.count for bar in bars]
 
     def counts_within(self, bounds: Sequence[float]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.config.checked import check_type
 from graphrt.errors import InputMismatchError
 from graphrt.verify import compare
 
@@ -33,6 +34,15 @@ class Example(NamedTuple):
 
 Examples = Callable[[Sizes, int], Example | Values]
 """``examples(sizes, seed)``: valid inputs of exactly these real sizes, different for each seed."""
+
+
+def make_example(examples: Examples, sizes: Sizes, seed: int) -> Example:
+    """What ``examples`` returns. Errors: ``ConfigError`` where that is no batch."""
+    made = examples(sizes, seed)
+    example = made if isinstance(made, Example) else Example(made)
+    given, expected = f"examples({dict(sizes)}, {seed})", "an Example, or values by input name"
+    check_type(given, example.values, Mapping, expected, "return {name: tensor} for every input")
+    return example
 
 
 def as_example(like: Example | Values) -> Example:

@@ -12,7 +12,7 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import ConfigError, InputMismatchError, UnkeyedValueError, shown
+from graphrt.errors import InputMismatchError, UnkeyedValueError
 from graphrt.graphs import (
     BoundBuffers,
     BufferSet,
@@ -33,10 +33,10 @@ from graphrt.graphs.values import (
     map_tensors,
     own_copy,
     same_host_value,
+    storage_start,
     tensors_of,
     walk,
 )
-from graphrt.graphs.writes import storage_of
 from graphrt.runner.examples import (
     Example,
     Examples,
@@ -44,6 +44,7 @@ from graphrt.runner.examples import (
     Values,
     as_example,
     examples_like,
+    make_example,
     of_example,
 )
 from graphrt.runner.keys import (
@@ -391,15 +392,7 @@ class Executor:
 
     def example_call(self, sizes: Sizes, seed: int) -> Call:
         assert self.examples is not None, "runners without examples capture nothing"
-        made = self.examples(sizes, seed)
-        example = made if isinstance(made, Example) else Example(made)
-        if not isinstance(example.values, Mapping):
-            raise ConfigError(
-                f"examples({dict(sizes)}, {seed})",
-                expected="an Example, or values by input name",
-                found=shown(made),
-                do="return {name: tensor} for every input",
-            )
+        example = make_example(self.examples, sizes, seed)
         self.has_step_info = self.has_step_info or example.step_info is not None
         self.has_constant_info = example.constant_info
         return Call(example.values, sizes, sizes, example.step_info)
@@ -423,13 +416,8 @@ class ProfiledExecutor(Executor):
 
 
 def _is_in(bound: BoundBuffers) -> Callable[[torch.Tensor], bool]:
-    held = {view.untyped_storage().data_ptr() for view in bound.views.values()}
-
-    def is_in(tensor: torch.Tensor) -> bool:
-        storage = storage_of(tensor)
-        return storage is not None and storage.data_ptr() in held
-
-    return is_in
+    held = set(map(storage_start, bound.views.values())) - {0}
+    return lambda tensor: storage_start(tensor) in held
 
 
 def _is_same_info(constant: Any, found: Any) -> bool:

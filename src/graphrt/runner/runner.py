@@ -69,7 +69,7 @@ from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures
 from graphrt.runner.comparisons import Comparisons, Varying
-from graphrt.runner.examples import Example, Examples, Sizes, Values, as_example
+from graphrt.runner.examples import Example, Examples, Sizes, Values, make_example
 from graphrt.runner.executor import Call, Executor, Inputs, ProfiledExecutor, ReadyGraph
 from graphrt.runner.keys import (
     BY_AXIS,
@@ -979,7 +979,7 @@ def _declared(
                 else "neither inputs nor examples",
                 do="declare a BufferSpec for each input",
             )
-        values = as_example(examples(_FIXED, 0)).values
+        values = make_example(examples, _FIXED, 0).values
         for name, value in values.items():
             require_tensor(f"an example: input {shown_value(name)}", value, "a tensor")
         inputs = [BufferSpec(name, tuple(v.shape), v.dtype) for name, v in values.items()]

@@ -37,7 +37,7 @@ from graphrt.config.checked import MOST_SIZES, check_type, config_error
 from graphrt.config.unbuilt import misplaced_attention, unbuilt
 from graphrt.device import DeviceName
 from graphrt.device.base import Device
-from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count, check_flag
+from graphrt.dispatch import NOTHING, CUDAGraphDispatcher, check_count, check_uniform
 from graphrt.errors import (
     BatchError,
     ConfigError,
@@ -417,7 +417,7 @@ class Runtime:
         if uniform is None:
             uniform = num_reqs == num_tokens and self._query_len == 1
         elif type(uniform) is not bool:
-            uniform = check_flag("uniform", uniform)  # type: ignore[unreachable]  # who has no types
+            uniform = check_uniform(uniform)  # type: ignore[unreachable]  # who has no types
         if uniform and num_tokens != num_reqs * self._query_len:
             raise BatchError(
                 f"a uniform step of {num_tokens} tokens",
@@ -531,7 +531,7 @@ class Runtime:
             num_reqs = read.get(REQUESTS)
         if num_reqs is None:
             num_tokens = check_count("num_tokens", num_tokens, least=0)
-            is_uniform = uniform is not None and check_flag("uniform", uniform)
+            is_uniform = uniform is not None and check_uniform(uniform)
             most = num_tokens // self._query_len if is_uniform else self.plan.max_num_seqs
             num_reqs = min(num_tokens, most)
         return num_tokens, num_reqs

@@ -14,7 +14,7 @@ from graphrt.errors import ConfigError, ContextError, MissError, shown
 from graphrt.events import RanEager
 from graphrt.graphs import CUDAGraphWrapper, GraphLibrary, OutputSpec, Program
 from graphrt.graphs.catalog import Programs
-from graphrt.graphs.wrapper import read_from_runnable
+from graphrt.graphs.wrapper import innermost, read_from_runnable
 from graphrt.ubatch.split import CaptureHook, InputAxes, SMControl, SplitCallable
 
 
@@ -156,10 +156,7 @@ class UBatchWrapper:
 
     def unwrap(self, deep: bool = False) -> Callable[..., Any]:
         """Return the runnable; with ``deep`` the innermost one, through nested wrappers."""
-        inner = self.runnable
-        while deep and isinstance(inner, UBatchWrapper | CUDAGraphWrapper):
-            inner = inner.runnable
-        return inner
+        return innermost(self.runnable) if deep else self.runnable
 
     def close(self) -> None:
         """End the threads, after the library has retired their programs. Idempotent."""

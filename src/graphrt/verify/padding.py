@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -199,36 +200,12 @@ def check_padding(
 
         outcome = None if varied is None else compare_runs(varied, found, tolerance)
         is_read = outcome is not None and not outcome.is_equal
-        if unpadded is not None and not is_random and not is_read:
-            outcome = compare_within(unpadded, found, UNPADDED_TOLERANCE, tolerance, chosen_from)
-            if not outcome.is_equal and can_repeat and run_unpadded is not None:
-                wider = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
-                # Another run ends checked views.
-                found = found._replace(outputs=own_copy(found.outputs))
-                with Float32Seen() as seen:
-                    run(run_unpadded, poisons=False)
-                if wider.is_equal and seen.is_any:
-                    outcome, found = wider, run(replay, is_last=True, poisons=False)
-            elif outcome.share_in_16_bits and can_repeat and run_unpadded is not None:
-                exact, unrounded = unpadded, run_unpadded
-                num_runs = 0
-
-                def measure(mode: RoundedOtherwise) -> Comparison:
-                    nonlocal num_runs
-                    num_runs += 1
-                    with mode:
-                        moved = run(unrounded, poisons=False)
-                    return compare_runs(exact, moved, UNPADDED_TOLERANCE)
-
-                kept = found._replace(outputs=own_copy(found.outputs))
-                outcome = rounding.judge(
-                    lambda limits: compare_within(exact, kept, limits, tolerance, chosen_from),
-                    UNPADDED_TOLERANCE,
-                    measure,
-                )
-                if num_runs:
-                    run(run_unpadded, poisons=False)  # What it keeps is not of a moved run.
-                    found = run(replay, is_last=True, poisons=False)
+        if run_unpadded is not None and unpadded is not None and not (is_random or is_read):
+            rerun = partial(run, run_unpadded, poisons=False) if can_repeat else None
+            replay_again = partial(run, replay, is_last=True, poisons=False)
+            outcome, found = _compare_unpadded(
+                unpadded, found, rerun, replay_again, tolerance, chosen_from, rounding
+            )
         if outcome is not None and observer is not None:
             largest, ties = outcome.max_abs_difference, outcome.num_ties
             observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
@@ -266,6 +243,54 @@ def check_padding(
             do="mask what is summed over rows, and pass the real size as a tensor in place of the "
             "number of rows",
         )
+
+
+def _compare_unpadded(
+    unpadded: RunResult,
+    found: RunResult,
+    rerun: Callable[[], RunResult] | None,
+    replay: Callable[[], RunResult],
+    tolerance: float | None,
+    chosen_from: Mapping[str, str],
+    rounding: Rounding,
+) -> tuple[Comparison, RunResult]:
+    """Compare what a replay ``found`` with the unpadded run, within what their rounding explains.
+
+    ``rerun``, ``replay``: the two runs once more, to learn how the callable rounds; None for the
+    first: not where other ranks would have to run too. Returns what the last replay found, too.
+    """
+    outcome = compare_within(unpadded, found, UNPADDED_TOLERANCE, tolerance, chosen_from)
+    if rerun is None:
+        return outcome, found
+    if not outcome.is_equal:
+        wider = compare_runs(unpadded, found, IN_FLOAT32, chosen_from)
+        if wider.is_equal:
+            # Another run ends checked views.
+            found = found._replace(outputs=own_copy(found.outputs))
+            with Float32Seen() as seen:
+                rerun()
+            if seen.is_any:
+                return wider, replay()
+    elif outcome.share_in_16_bits:
+        kept = found._replace(outputs=own_copy(found.outputs))
+        num_runs = 0
+
+        def measure(mode: RoundedOtherwise) -> Comparison:
+            nonlocal num_runs
+            num_runs += 1
+            with mode:
+                moved = rerun()
+            return compare_runs(unpadded, moved, UNPADDED_TOLERANCE)
+
+        outcome = rounding.judge(
+            lambda limits: compare_within(unpadded, kept, limits, tolerance, chosen_from),
+            UNPADDED_TOLERANCE,
+            measure,
+        )
+        if num_runs:
+            rerun()  # What it keeps is not of a moved run.
+            found = replay()
+    return outcome, found
 
 
 class Float32Seen(LookingMode):

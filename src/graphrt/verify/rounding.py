@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.device.torch_modes import LookingMode, is_for_parts
-from graphrt.graphs.values import tensors_of
-from graphrt.graphs.writes import storage_of
+from graphrt.graphs.values import storage_start, tensors_of
 from graphrt.verify.compare import Comparison
 
 _MARGIN = 4.0
@@ -92,17 +91,17 @@ class RoundedOtherwise(LookingMode):
             return NotImplemented
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
-        before = {*map(_start, given)}
-        written = map(_start, tensors_of(kwargs.get("out")))
+        before = {*map(storage_start, given)}
+        written = map(storage_start, tensors_of(kwargs.get("out")))
         self._made_elsewhere |= any(start not in self._made for start in written)
         result = func(*args, **kwargs)
         returned = tensors_of(result)
-        fresh = [tensor for tensor in returned if _start(tensor) not in before]
-        self._made |= {*map(_start, fresh)}
+        fresh = [tensor for tensor in returned if storage_start(tensor) not in before]
+        self._made |= {*map(storage_start, fresh)}
         if func._schema.is_mutable:
-            fresh += [tensor for tensor in given if _start(tensor) in self._made]
+            fresh += [tensor for tensor in given if storage_start(tensor) in self._made]
         for tensor in fresh:
-            if tensor.is_floating_point() and tensor.dtype.itemsize == 2 and _start(tensor):
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 2 and storage_start(tensor):
                 self._move(tensor)
         return result
 
@@ -114,9 +113,3 @@ class RoundedOtherwise(LookingMode):
         self._num_moved += 1
         moves = torch.rand(tensor.shape, generator=generator, device=tensor.device)
         tensor.mul_(1 + torch.finfo(tensor.dtype).eps * (moves - 0.5))
-
-
-def _start(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0 for none."""
-    storage = storage_of(tensor)
-    return 0 if storage is None else storage.data_ptr()

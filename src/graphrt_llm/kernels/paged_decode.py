@@ -198,7 +198,7 @@ class PagedDecode:
     or in graphs that replay on one.
     """
 
-    def __init__(self, cache: Tensor, num_heads: int, max_rows: int, query_len: int = 1) -> None:
+    def __init__(self, cache: Tensor, num_heads: int, max_rows: int, query_len: int) -> None:
         _, block_size, _, num_kv_heads, head_dim = cache.shape
         group = num_heads // num_kv_heads
         self.max_rows = max_rows

@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
         kernels: Kernels,
         dtype: torch.dtype,
         device: Device,
-        group: RankGroup | None = None,
+        group: RankGroup | None,
     ) -> None:
         super().__init__()
         self.index = index
@@ -408,7 +408,7 @@ class SplitLM(nn.Module):
         return logits
 
 
-def rotary_table(config: ModelConfig, num_positions: int | None = None) -> Tensor:
+def rotary_table(config: ModelConfig, num_positions: int | None) -> Tensor:
     """[num_positions, 2, 1, head_dim]: cosines, and signed sines, in float32, on the CPU.
 
     ``num_positions`` None: ``max_position_embeddings``.

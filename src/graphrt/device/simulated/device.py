@@ -40,8 +40,8 @@ class SimulatedDevice:
     "always" also a graph's own memory before each of its replays.
     ``strict``: a tensor made from host values in a recording is an error, not a warning.
     ``driver_bytes``: what the driver reports as total; pools and 1.8 KiB a node count against it.
-    ``workspace_model``: the first matrix product on a stream takes ``workspace_bytes`` of scratch
-    memory from the pool, as cuBLAS does.
+    ``workspace_model``: the first matrix product on a stream takes 4 KiB of scratch memory from
+    the pool, as cuBLAS does.
     """
 
     name = "simulated"
@@ -57,9 +57,7 @@ class SimulatedDevice:
         driver_bytes: int = 16 << 30,
         max_graphs: int | None = None,
         max_streams: int | None = None,
-        num_sms: int = 132,
         workspace_model: bool = False,
-        workspace_bytes: int = 4096,
     ) -> None:
         check_choice("SimulatedDevice: poison", poison, ("recording", "always"))
         self.faults = faults if faults is not None else Faults()
@@ -68,10 +66,10 @@ class SimulatedDevice:
             faults=self.faults,
             strict=strict,
             poisons_always=poison == "always",
-            workspace_bytes=workspace_bytes if workspace_model else None,
+            takes_workspaces=workspace_model,
             memory=self._memory,
         )
-        self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
+        self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=132)
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
         self.ranges: deque[str] = deque(maxlen=1024)

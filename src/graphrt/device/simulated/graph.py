@@ -75,8 +75,8 @@ class Shared:
     faults: Faults
     strict: bool
     poisons_always: bool
-    workspace_bytes: int | None
-    """None: matrix products take no workspace."""
+    takes_workspaces: bool
+    """Whether matrix products take one."""
     memory: DeviceMemory
     thread: CallingThread = field(default_factory=CallingThread)
     operators: Operators = field(default_factory=Operators)

@@ -62,6 +62,8 @@ from graphrt.device.torch_modes import (
 from graphrt.errors import CaptureError, EmptyCaptureError, GraphrtError
 from graphrt.source import caller_source
 
+_WORKSPACE_BYTES = 4096
+
 
 @dataclass(eq=False, repr=False)
 class SimulatedRecording:
@@ -389,12 +391,12 @@ class SimulatedRecording:
         return results
 
     def _take_workspace(self) -> None:
-        if self._shared.workspace_bytes is None:
+        if not self._shared.takes_workspaces:
             return
         stream = self._shared.thread.stream
         workspace = self._shared.workspaces.get(stream)
         if workspace is None:
-            new = NewTensor((self._shared.workspace_bytes,), (1,), torch.uint8)
+            new = NewTensor((_WORKSPACE_BYTES,), (1,), torch.uint8)
             workspace = Workspace(self._tensors.allocated(new, stream, caller_source()))
             self._shared.workspaces[stream] = workspace
             self._owned_workspaces.append(workspace)
