@@ -182,11 +182,10 @@ def test_output_over_an_input_follows_the_policy() -> None:
     assert torch.equal(cloned[1], rows(8)[1:3])
 
 
-def test_opaque_output_is_passed_on_and_named() -> None:
+def test_opaque_output_is_passed_on() -> None:
     cache = object()
     bound = OutputSpec({"0": "tokens"}, "clone").bind((rows(4), cache))
     assert bound.unpad(2)[1] is cache
-    assert bound.opaque == ("1",)
 
 
 @pytest.mark.parametrize("axes", [{"logit": "tokens"}, {"logits": {2: "tokens"}}])

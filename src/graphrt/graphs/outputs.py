@@ -121,16 +121,15 @@ class OutputSpec:
 
 
 class BoundOutputs:
-    """One program's outputs, cut to real sizes. ``opaque``: paths that no policy can own."""
+    """One program's outputs, cut to real sizes."""
 
-    __slots__ = ("_copy_containers", "_cuts", "_key", "_outputs", "_program", "_spec", "opaque")
+    __slots__ = ("_copy_containers", "_cuts", "_key", "_outputs", "_program", "_spec")
 
     def __init__(
         self, spec: OutputSpec, outputs: Any, padded: Mapping[str, int], program: Program | None
     ) -> None:
         nodes = list(walk(outputs))
         _check_paths(nodes, spec, padded)
-        self.opaque = tuple(dotted(node.path) for node in nodes if node.kind == "opaque")
         self._spec = spec
         self._program = program
         self._outputs = outputs

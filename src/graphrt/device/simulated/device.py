@@ -57,6 +57,7 @@ class SimulatedDevice:
         driver_bytes: int = 16 << 30,
         max_graphs: int | None = None,
         max_streams: int | None = None,
+        num_sms: int = 132,
         workspace_model: bool = False,
     ) -> None:
         check_choice("SimulatedDevice: poison", poison, ("recording", "always"))
@@ -69,7 +70,7 @@ class SimulatedDevice:
             takes_workspaces=workspace_model,
             memory=self._memory,
         )
-        self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=132)
+        self.limits = DeviceLimits(max_graphs=max_graphs, max_streams=max_streams, num_sms=num_sms)
         self._streams: dict[str, SimulatedStream] = {}
         self._is_closed = False
         self.ranges: deque[str] = deque(maxlen=1024)
