@@ -681,7 +681,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if id(type(target)) in _IDS_OF_EMPTIES and not target:
+        if name is None and id(type(target)) in _IDS_OF_EMPTIES and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
