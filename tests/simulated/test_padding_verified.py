@@ -1181,6 +1181,13 @@ def test_rows_read_before_written_are_right_in_compared_steps():
         (lambda x: x * 2, "the result", "OutputSpec({'': {0: 'tokens'}})"),
         (lambda x: {"a": (x * 2).t()}, "['a']", "OutputSpec({'a': {1: 'tokens'}})"),
         (lambda x: [x * 2, torch.dropout(x, 0.5, True)], "[0]", "OutputSpec({'0': {0: 'tokens'}})"),
+        # Frames of audio, pairs of rows: no size of an axis.
+        (lambda x: (x * 2).repeat(2, 1), "the result", "OutputSpec({'': {0: lambda sizes: ...}})"),
+        (
+            lambda x: {"a": [(x * 2).expand(2, -1, 3).reshape(-1).expand(2, -1).t() + 0]},
+            "['a'][0]",
+            "OutputSpec({'a.0': {0: lambda sizes: ...}})",
+        ),
     ],
 )
 def test_output_without_an_entry_is_named(model, path, entry):
@@ -1188,6 +1195,26 @@ def test_output_without_an_entry_is_named(model, path, entry):
         runtime.capture()
     assert raised.value.expected.startswith(f"{path} cut to ")
     assert entry in raised.value.do
+
+
+def test_row_of_state_for_padding_that_counts_is_told_how_to_be_declared():
+    counts = torch.zeros(32, dtype=torch.int64)
+
+    def model(x, slots):
+        counts[slots] += 1
+        return x * counts[slots][:, None]
+
+    options = {"inputs": (X, SLOTS), "examples": with_slots, "state": TensorStateGuard([counts])}
+    told = refused(model, "depends on the padded size: ['state'][0]", **options)
+    assert "may_overwrite={tensor: 'input that indexes its rows'}" in told
+    with make(model, may_overwrite={counts: "slots"}, **options) as runtime:
+        runtime.capture()
+        values = with_slots({"tokens": 3}, 7).values
+        for count in (1, 2, 3):
+            found = runtime.step(values, num_tokens=3, num_reqs=1)
+            torch.testing.assert_close(found, count * values["x"])
+            assert runtime.last_decision.reason is Reason.PADDED
+    assert "may_overwrite" not in refused(lambda x: x * len(x), "depends on the padded size")
 
 
 def test_difference_as_small_as_rounding_names_the_tolerance():
