@@ -17,7 +17,7 @@ import torch
 from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor, RuntimeMode
 from graphrt.errors import GraphrtError, VerificationError, noting
 from graphrt.events import Observer
-from graphrt.graphs import BoundBuffers, Entry, HostSnapshot
+from graphrt.graphs import BoundBuffers, Entry, GraphLibrary, HostSnapshot, StateGuard
 from graphrt.graphs.capture import guarded_storages
 from graphrt.graphs.values import (
     bytes_of,
@@ -460,18 +460,8 @@ class Comparisons:
     # -- state
 
     def _overwritten(self) -> tuple[dict[str, torch.Tensor], int]:
-        """What runs may overwrite without saying which rows, and how many of it are too large."""
-        whole: dict[str, torch.Tensor] = {}
-        room, num_left = MAX_COMPARED_BYTES, 0
-        for tensor in self.executor.options.may_overwrite:
-            if tensor in self.executor.written_rows:
-                continue
-            room -= tensor.nbytes
-            if room >= 0:
-                whole[f"may_overwrite {len(whole)}"] = tensor
-            else:
-                num_left += 1
-        return whole, num_left
+        written_rows, given = self.executor.written_rows, self.executor.options.may_overwrite
+        return overwritten(tensor for tensor in given if tensor not in written_rows)
 
     def _run_state(
         self,
@@ -578,12 +568,7 @@ class Comparisons:
         return found
 
     def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
-        library, guard = self.executor.library, self.executor.options.state
-        guarded = tensors_of(getattr(guard, "tensors", ()))
-        on_host = any(t.device.type == "cpu" for t in [*written, *guarded])
-        is_gpu = library.device.torch_device.type != "cpu"
-        return library.synchronize if on_host and is_gpu else None
+        return wait_for(self.executor.library, self.executor.options.state, written)
 
     def _state(self, tensors: Values = _NONE) -> RunState:
         """What runs on examples may write."""
@@ -633,6 +618,29 @@ class Comparisons:
             ]
             with torch.no_grad(), executor.context(RuntimeMode.NONE, key, call.step_info):
                 run(partial(executor.fn, **views), varying)
+
+
+def overwritten(may_overwrite: Iterable[torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+    """What runs may overwrite without saying which rows, and how many of it are too large."""
+    whole: dict[str, torch.Tensor] = {}
+    room, num_left = MAX_COMPARED_BYTES, 0
+    for tensor in may_overwrite:
+        room -= tensor.nbytes
+        if room >= 0:
+            whole[f"may_overwrite {len(whole)}"] = tensor
+        else:
+            num_left += 1
+    return whole, num_left
+
+
+def wait_for(
+    library: GraphLibrary, guard: StateGuard | None, written: Iterable[torch.Tensor]
+) -> Callable[[], None] | None:
+    """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
+    guarded = tensors_of(getattr(guard, "tensors", ()))
+    on_host = any(t.device.type == "cpu" for t in [*written, *guarded])
+    is_gpu = library.device.torch_device.type != "cpu"
+    return library.synchronize if on_host and is_gpu else None
 
 
 def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:
