@@ -510,6 +510,36 @@ def test_ordered_dict_that_is_empty_at_first_is_put_back_and_keeps_its_memos(war
         torch.testing.assert_close(found, Keeps()(rows(4)["x"]))
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_host_values_of_eager_segments_advance_once_in_compared_steps(every: int) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.num_calls = 0, 0
+            self.log: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            def segment(x: Tensor) -> Tensor:
+                self.n += 1
+                self.log.append(x.clone())
+                return x * self.n + len(self.log)
+
+            self.num_calls += 1
+            return break_point(segment)(x * 2) * 1
+
+    model = Counts()
+    with make(model, modes=["PIECEWISE"], verify_every=every) as runner:
+        runner.capture()
+        assert (model.n, model.num_calls, model.log) == (0, 0, [])
+        for number, size in enumerate((4, 3, 8, 5, 4, 3), start=1):
+            values = random_rows({"tokens": size}, number)
+            found = runner.run(values)
+            torch.testing.assert_close(found, values["x"] * 2 * number + number)
+            assert runner.last_decision.mode is PIECEWISE
+            # A replay runs the segments alone.
+            assert (model.n, len(model.log), model.num_calls) == (number, number, 0)
+
+
 def test_counter_without_warm_up_is_put_back() -> None:
     class Counts(torch.nn.Module):
         n = 0

@@ -964,8 +964,12 @@ class HostSnapshot:
                 held.write(held.read() | {key: functools.lru_cache(**options)(cache.__wrapped__)})
             yield
         finally:
-            for held in self._touched():
-                held.write(held.last)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Make everything as it was when it was last noted."""
+        for held in self._touched():
+            held.write(held.last)
 
     def _refuse_memo_that_stays(self, changes: Sequence[_Change]) -> None:
         """Errors: ``VerificationError`` for a context variable without a default that the first run

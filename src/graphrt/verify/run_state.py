@@ -118,6 +118,7 @@ class RunState:
     it these rows are compared, and not poisoned.
     ``others``: what no run may write; put back and compared with it, and disturbed meanwhile if
     this poisons.
+    ``host``: what the callable remembers, which each run finds as it is now.
     ``wait``: until the device is done; for memory of the host among them, which is read and written
     at once, where the device may still write it.
     """
@@ -130,6 +131,7 @@ class RunState:
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
     others: Sequence[OtherRows] = ()
     poisons: bool = True
+    host: HostSnapshot | None = None
     wait: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +174,8 @@ class RunState:
         if self.wait is not None:
             self.wait()
         compared = saved.compared
+        if self.host is not None:
+            self.host.put_back()
         with torch.inference_mode():
             for other, copy in zip(self.others, self._started_with, strict=False):
                 other.memory.copy_(copy)
