@@ -576,6 +576,25 @@ def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
     refused(model, "nothing was compared", asked={"on_miss": "strict"}, **options)
 
 
+def test_opaque_outputs_alone_are_named_as_what_is_not_compared():
+    strict = {"asked": {"on_miss": "strict"}, "outputs": OutputSpec({})}
+    for cut, path in ((slice(1, None), "[0]"), (1, "the result")):
+        told = refused(lambda x, cut=cut: (x * 2, object())[cut], **strict)
+        assert f"nothing but opaque values, which are not compared: {path}" in told
+
+
+def test_prepare_that_counts_is_named_as_a_cause_of_bits_that_vary():
+    class Counts:
+        scale = torch.zeros(1)
+
+        def prepare(self, key, step_info):
+            self.scale += 1
+
+    resource = Counts()
+    told = refused(lambda x: x * resource.scale * len(x), resources=[resource])
+    assert "prepare() of a resource counts" in told
+
+
 def test_sum_in_a_tensor_too_large_to_be_put_back_is_named_as_a_cause():
     big = torch.zeros(1 << 25)
 

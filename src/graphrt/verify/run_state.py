@@ -32,10 +32,10 @@ gave other bits in a quarter of its runs is found in nine cases of ten."""
 VARYING = (
     "runs of the same replay on the same inputs differ from each other: a kernel's bits vary from "
     "run to run, as those of cuDNN's attention for one query and of sums by atomics do, or random "
-    "numbers come from a generator that the library was not given (generators=), or an eager "
-    "segment counts its runs, or a run reads what the one before wrote in a tensor of "
-    "may_overwrite that is too large to be put back without its rows. Choose another "
-    "kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
+    "numbers come from a generator that the library was not given (generators=), or prepare() of a "
+    "resource counts its calls, or an eager segment its runs, or a run reads what the one before "
+    "wrote in a tensor of may_overwrite that is too large to be put back without its rows. Choose "
+    "another kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
     "torch.use_deterministic_algorithms(True)), or give a verify_tolerance"
 )
 
