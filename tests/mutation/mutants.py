@@ -37,6 +37,7 @@ UNWINDING = "simulated/test_cuda_unwinding.py"
 LORA = "simulated/test_llm_lora.py"
 ROWS = "simulated/test_other_rows.py"
 RUN, PADDED = "simulated/test_runner_run.py", "simulated/test_padding_verified.py"
+STATE, JOBS = "simulated/test_state_complete.py", "simulated/test_runner_jobs.py"
 PUT_BACK, RANDOM = "simulated/test_writes_put_back.py", "simulated/test_random_state_kept.py"
 NAMES, CACHE = "simulated/test_names_and_paths.py", "pure/test_compile_cache.py"
 CUSTOM_OPS = "simulated/test_compile_custom_ops.py"
@@ -1034,7 +1035,8 @@ MUTANTS = [
     Mutant(
         "padding is blamed for a wrong graph",
         RUNNER + "comparisons.py",
-        "                    self.compare(ready, call)\n                    raise\n",
+        "                    self.compare(ready, call, keeps_host=keeps_host)\n"
+        "                    raise\n",
         "                    raise\n",
         PADDED,
     ),
@@ -1109,6 +1111,48 @@ MUTANTS = [
         "        self._kept.pop(address, None)\n",
         "        pass\n",
         PUT_BACK,
+    ),
+    Mutant(
+        "running statistics of a norm count as read",
+        SIMULATED + "ops.py",
+        "        hidden_writes=hidden_writes(schema),\n",
+        "        hidden_writes=None,\n",
+        PUT_BACK,
+    ),
+    Mutant(
+        "running statistics of a norm are not kept",
+        GRAPHS + "writes.py",
+        "    return told, hidden_writes(schema)\n",
+        "    return told, None\n",
+        PUT_BACK,
+    ),
+    Mutant(
+        "host values of eager segments advance in compared runs",
+        VERIFY + "run_state.py",
+        "            self.host.put_back()\n",
+        "            pass\n",
+        STATE,
+    ),
+    Mutant(
+        "empty OrderedDict loses the name of an attribute",
+        GRAPHS + "host_snapshot.py",
+        "        if name is None and id(type(target))",
+        "        if id(type(target))",
+        STATE,
+    ),
+    Mutant(
+        "targets that call wrappers are not compared",
+        RUNNER + "jobs.py",
+        'or not (job.is_direct or self.options.generation != "new")',
+        "or not job.is_direct",
+        JOBS,
+    ),
+    Mutant(
+        "what parts may overwrite keeps what the run before wrote",
+        RUNNER + "jobs.py",
+        "RunState(guard, tensors, generators=generators, wait=wait)",
+        "RunState(guard, generators=generators, wait=wait)",
+        JOBS,
     ),
     Mutant(
         "refused write stays where another key serves",

@@ -75,6 +75,20 @@ def test_written_arguments_are_known_through_views(mode: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_are_written_in_training_alone(mode: Any, training: bool) -> None:
+    x, mean, var = torch.ones(2, 3), torch.zeros(3), torch.ones(3)
+
+    def body() -> None:
+        with mode():
+            torch.nn.functional.batch_norm(x, mean, var, training=training)
+
+    externals = observed(body).externals()
+    assert all(use.tensor is each for use, each in zip(externals, (x, mean, var), strict=True))
+    assert [use.written for use in externals] == [False, training, training]
+
+
 def test_tensors_of_the_pool_are_not_external() -> None:
     x, pooled = torch.ones(2), torch.ones(2)
     tracker = observed(lambda: x + pooled, lambda address: address == pooled.data_ptr())

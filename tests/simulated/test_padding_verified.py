@@ -578,6 +578,25 @@ def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
     refused(model, "nothing was compared", asked={"on_miss": "strict"}, **options)
 
 
+def test_opaque_outputs_alone_are_named_as_what_is_not_compared():
+    strict = {"asked": {"on_miss": "strict"}, "outputs": OutputSpec({})}
+    for cut, path in ((slice(1, None), "[0]"), (1, "the result")):
+        told = refused(lambda x, cut=cut: (x * 2, object())[cut], **strict)
+        assert f"nothing but opaque values, which are not compared: {path}" in told
+
+
+def test_prepare_that_counts_is_named_as_a_cause_of_bits_that_vary():
+    class Counts:
+        scale = torch.zeros(1)
+
+        def prepare(self, key, step_info):
+            self.scale += 1
+
+    resource = Counts()
+    told = refused(lambda x: x * resource.scale * len(x), resources=[resource])
+    assert "prepare() of a resource counts" in told
+
+
 def test_sum_in_a_tensor_too_large_to_be_put_back_is_named_as_a_cause():
     big = torch.zeros(1 << 25)
 
@@ -1183,6 +1202,13 @@ def test_rows_read_before_written_are_right_in_compared_steps():
         (lambda x: x * 2, "the result", "OutputSpec({'': {0: 'tokens'}})"),
         (lambda x: {"a": (x * 2).t()}, "['a']", "OutputSpec({'a': {1: 'tokens'}})"),
         (lambda x: [x * 2, torch.dropout(x, 0.5, True)], "[0]", "OutputSpec({'0': {0: 'tokens'}})"),
+        # Frames of audio, pairs of rows: no size of an axis.
+        (lambda x: (x * 2).repeat(2, 1), "the result", "OutputSpec({'': {0: lambda sizes: ...}})"),
+        (
+            lambda x: {"a": [(x * 2).expand(2, -1, 3).reshape(-1).expand(2, -1).t() + 0]},
+            "['a'][0]",
+            "OutputSpec({'a.0': {0: lambda sizes: ...}})",
+        ),
     ],
 )
 def test_output_without_an_entry_is_named(model, path, entry):
@@ -1190,6 +1216,26 @@ def test_output_without_an_entry_is_named(model, path, entry):
         runtime.capture()
     assert raised.value.expected.startswith(f"{path} cut to ")
     assert entry in raised.value.do
+
+
+def test_row_of_state_for_padding_that_counts_is_told_how_to_be_declared():
+    counts = torch.zeros(32, dtype=torch.int64)
+
+    def model(x, slots):
+        counts[slots] += 1
+        return x * counts[slots][:, None]
+
+    options = {"inputs": (X, SLOTS), "examples": with_slots, "state": TensorStateGuard([counts])}
+    told = refused(model, "depends on the padded size: ['state'][0]", **options)
+    assert "may_overwrite={tensor: 'input that indexes its rows'}" in told
+    with make(model, may_overwrite={counts: "slots"}, **options) as runtime:
+        runtime.capture()
+        values = with_slots({"tokens": 3}, 7).values
+        for count in (1, 2, 3):
+            found = runtime.step(values, num_tokens=3, num_reqs=1)
+            torch.testing.assert_close(found, count * values["x"])
+            assert runtime.last_decision.reason is Reason.PADDED
+    assert "may_overwrite" not in refused(lambda x: x * len(x), "depends on the padded size")
 
 
 def test_difference_as_small_as_rounding_names_the_tolerance():

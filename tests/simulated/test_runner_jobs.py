@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from graphrt import (
     CaptureJob,
     CaptureOptions,
     CUDAGraphWrapper,
+    ForwardContext,
     GraphLibrary,
     Reason,
     RuntimeMode,
@@ -19,7 +21,7 @@ from graphrt import (
     TensorStateGuard,
     capture_all,
 )
-from graphrt.errors import ConfigError, EmptyCaptureError, VerificationError
+from graphrt.errors import ConfigError, EmptyCaptureError, GraphrtError, VerificationError
 from graphrt.events import Verified
 from lab import Tally
 
@@ -120,6 +122,60 @@ def test_wrong_first_replay_never_serves(lab, on_error):
     reasons = {(entry.owner, entry.reason) for entry in lab.library.catalog}
     assert reasons == {("wrong", Reason.CAPTURE_FAILED), ("right", Reason.HIT)}
     assert {p.owner for p in lab.library.programs if p.is_valid} == {"right"}
+
+
+@pytest.mark.parametrize("generation", ["current", "lazy"])
+def test_target_that_calls_wrappers_is_compared_as_a_whole(lab, generation):
+    fn, calls = counting()
+    first, last = (CUDAGraphWrapper(fn, lab.library, FULL, name=name) for name in "ab")
+
+    def target(x):
+        return last(first(x)) * 2
+
+    options = CaptureOptions(generation=generation)
+    report = capture_all(lab.library, lab.jobs(target, owner=""), options)
+    assert len(report.programs) == 4
+    assert all(program.is_compared for program in report.programs)
+    assert lab.num_verified == 2
+    num_calls = len(list(calls))
+    # Programs that serve are neither captured nor compared again.
+    capture_all(lab.library, lab.jobs(target, owner=""), options)
+    assert (len(list(calls)), lab.num_verified) == (num_calls, 2)
+    lab.static[:4] = 3
+    with ForwardContext(FULL, KEYS[0]):
+        assert target(lab.static[:4]).tolist() == [10.0] * 4
+    assert len(list(calls)) == num_calls
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("is_first_wrong", [False, True])
+def test_wrong_wrapper_that_a_target_calls_never_serves(lab, on_error, is_first_wrong):
+    fns = {"right": counting()[0], "wrong": frozen_value()}
+    parts = [CUDAGraphWrapper(fn, lab.library, FULL, name=name) for name, fn in fns.items()]
+    first, last = reversed(parts) if is_first_wrong else parts
+    jobs = lab.jobs(lambda x: last(first(x)), owner="", keys=KEYS[:1])
+    with pytest.raises(VerificationError) if on_error == "raise" else nullcontext():
+        report = capture_all(lab.library, jobs, CaptureOptions(on_error=on_error))
+        assert len(report.failures) == 1
+    # Which of them is wrong, a comparison of the whole does not tell.
+    assert not any(program.is_valid for program in lab.library.programs)
+    assert len(lab.library.programs) == 2
+    with ForwardContext(FULL, KEYS[0]), pytest.raises(GraphrtError):
+        last(first(lab.static[:4]))
+
+
+def test_scratch_that_adds_up_is_put_back_between_compared_runs(lab):
+    total = torch.zeros(4)
+
+    def fn(x):
+        return total[: len(x)].add_(x) + 1
+
+    options = CaptureOptions(may_overwrite=[total])
+    report = capture_all(lab.library, lab.jobs(fn), options)
+    assert [program.is_compared for program in report.programs] == [True, True]
+    total.zero_()
+    view = lab.static[:4].fill_(3)
+    assert [report.programs[0](view).tolist() for _ in range(2)] == [[4.0] * 4, [7.0] * 4]
 
 
 def test_check_replaces_the_comparison(lab):

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -480,6 +480,64 @@ def test_container_that_runs_exchange_is_empty_again(
         for number in (9, 4, 3):
             torch.testing.assert_close(runner.run(rows(number)), expected(rows(number)["x"]))
         assert runner.last_decision.mode is FULL
+
+
+@pytest.mark.parametrize("warmups", [1, 2])
+def test_ordered_dict_that_is_empty_at_first_is_put_back_and_keeps_its_memos(warmups: int) -> None:
+    class Keeps(torch.nn.Module):
+        """Keeps a table for each size, the least recently used first, and counts its runs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: OrderedDict[int, Tensor] = OrderedDict()
+            self.runs: OrderedDict[int, bool] = OrderedDict()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs[len(self.runs)] = True
+            size = len(x)
+            if size not in self.tables:
+                self.tables[size] = torch.arange(float(size))[:, None]
+            self.tables.move_to_end(size)
+            return x + self.tables[size]
+
+    model = Keeps()
+    with make(model, warmups=warmups) as runner:
+        runner.capture()
+        assert not model.runs
+        assert {8, 4} <= model.tables.keys()
+        found = runner.run(rows(4))
+        assert runner.last_decision.mode is FULL
+        torch.testing.assert_close(found, Keeps()(rows(4)["x"]))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_host_values_of_eager_segments_advance_once_in_compared_steps(every: int) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.num_calls = 0, 0
+            self.log: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            def segment(x: Tensor) -> Tensor:
+                self.n += 1
+                self.log.append(x.clone())
+                return x * self.n + len(self.log)
+
+            self.num_calls += 1
+            return break_point(segment)(x * 2) * 1
+
+    model = Counts()
+    with make(model, modes=["PIECEWISE"], verify_every=every) as runner:
+        runner.capture()
+        assert (model.n, model.num_calls, model.log) == (0, 0, [])
+        for number, size in enumerate((4, 3, 8, 5, 4, 3), start=1):
+            values = random_rows({"tokens": size}, number)
+            found = runner.run(values)
+            torch.testing.assert_close(found, values["x"] * 2 * number + number)
+            assert runner.last_decision.mode is PIECEWISE
+            # A replay runs the segments alone.
+            assert (model.n, len(model.log), model.num_calls) == (number, number, 0)
 
 
 def test_counter_without_warm_up_is_put_back() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphrt import BatchDescriptor, TensorStateGuard, break_point
 from graphrt.errors import StateAdvancedError
@@ -66,6 +67,66 @@ def test_write_refused_is_put_back_whichever_argument_is_written(
     with pytest.raises(StateAdvancedError):
         lab.capture_all(lab.job(lab.wrap(step), torch.ones(2), key=BatchDescriptor(4)))
     assert cell.tolist() == [7, 8]
+
+
+def batch_norm(x: Tensor, mean: Tensor, var: Tensor, *, training: bool) -> Tensor:
+    return functional.batch_norm(x, mean, var, training=training)
+
+
+def instance_norm(x: Tensor, mean: Tensor, var: Tensor, *, training: bool) -> Tensor:
+    return functional.instance_norm(x.t()[None], mean, var, use_input_stats=training)[0].t()
+
+
+def update_stats(x: Tensor, mean: Tensor, var: Tensor, *, training: bool) -> Tensor:
+    return x + torch.batch_norm_update_stats(x, mean if training else None, None, 0.1)[0]
+
+
+@pytest.mark.parametrize("norm", [batch_norm, instance_norm, update_stats])
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_statistics_that_no_schema_tells_are_refused_and_put_back_or_guarded(
+    lab: Lab, norm: Callable[..., Tensor], is_inference: bool, warmups: int
+) -> None:
+    mean, var = torch.zeros(3), torch.ones(3)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.inference_mode(is_inference):
+            return norm(x, mean, var, training=True) + 1
+
+    x = torch.arange(6.0).view(2, 3)
+    for guard in (None, TensorStateGuard([])):
+        with pytest.raises(StateAdvancedError, match=r"mean is written at .*\.py"):
+            lab.capture_all(lab.job(lab.wrap(step), x), warmups=warmups, state=guard)
+        assert (mean.tolist(), var.tolist()) == ([0, 0, 0], [1, 1, 1])
+    state = TensorStateGuard([mean, var])
+    (program,) = lab.capture_all(lab.job(lab.wrap(step), x), warmups=warmups, state=state).programs
+    assert (mean.tolist(), var.tolist()) == ([0, 0, 0], [1, 1, 1])
+    program(x)
+    torch.testing.assert_close(mean, x.mean(0) / 10)
+
+
+@pytest.mark.parametrize("norm", [batch_norm, instance_norm, update_stats])
+def test_statistics_that_are_only_read_need_no_guard(lab: Lab, norm: Callable[..., Tensor]) -> None:
+    mean, var, x = torch.ones(3), torch.ones(3), torch.arange(6.0).view(2, 3)
+    step = lab.wrap(lambda x: norm(x, mean, var, training=False) + 1)
+    (program,) = lab.capture_all(lab.job(step, x)).programs
+    torch.testing.assert_close(program(x), norm(x, mean, var, training=False) + 1)
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_statistics_of_an_eager_segment_are_refused_and_put_back_or_guarded(
+    lab: Lab, is_declared: bool
+) -> None:
+    norm = torch.nn.BatchNorm1d(3, affine=False)
+    before = {name: kept.clone() for name, kept in norm.state_dict().items()}
+    kept = [norm.num_batches_tracked]
+    kept += [norm.running_mean, norm.running_var] if is_declared else []
+    step = lab.wrap(lambda x: break_point(norm)(x * 2) + 1, PIECEWISE)
+    job = lab.job(step, torch.arange(6.0).view(2, 3))
+    told = pytest.raises(StateAdvancedError, match="running_mean is written at")
+    with nullcontext() if is_declared else told:
+        lab.capture_all(job, state=TensorStateGuard(kept))
+    torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)
 
 
 def lab_keys(*sizes: int) -> list[BatchDescriptor]:

@@ -132,6 +132,26 @@ def is_for_parts(types: Collection[type]) -> bool:
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
+_KEEP_STATISTICS = frozenset(
+    {"aten::batch_norm", "aten::_batch_norm_impl_index", "aten::instance_norm"}
+    | {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+    | {"aten::batch_norm_update_stats", "aten::batch_norm_gather_stats"}
+    | {"aten::batch_norm_gather_stats_with_counts"}
+)
+
+
+def hidden_writes(schema: Any) -> Callable[[Sequence[Any]], Sequence[int]] | None:
+    """What says, of the arguments of a call, where those are that an operator writes although its
+    ``schema`` does not tell: running statistics in training. None for other operators."""
+    if schema.name not in _KEEP_STATISTICS:
+        return None
+    names = [argument.name for argument in schema.arguments]
+    mean = names.index("running_mean")  # The variance comes next.
+    flags = [at for at, name in enumerate(names) if name in ("training", "use_input_stats")]
+    first, last = (flags[0], flags[0] + 1) if flags else (0, 0)
+    return lambda args: range(mean, min(mean + 2, len(args))) if all(args[first:last]) else ()
+
+
 def with_bits_of(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``alias``, over the bytes of ``tensor``, with its conj and neg bits."""
     alias = alias.conj() if tensor.is_conj() else alias

@@ -681,7 +681,7 @@ class HostSnapshot:
         if known in self._known:
             return
         self._known.add(known)
-        if id(type(target)) in _IDS_OF_EMPTIES and not target:
+        if name is None and id(type(target)) in _IDS_OF_EMPTIES and not target:
             self._empty.append((path, target, kind))
             self._empty_targets.append(target)
         else:
@@ -964,8 +964,12 @@ class HostSnapshot:
                 held.write(held.read() | {key: functools.lru_cache(**options)(cache.__wrapped__)})
             yield
         finally:
-            for held in self._touched():
-                held.write(held.last)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Make everything as it was when it was last noted."""
+        for held in self._touched():
+            held.write(held.last)
 
     def _refuse_memo_that_stays(self, changes: Sequence[_Change]) -> None:
         """Errors: ``VerificationError`` for a context variable without a default that the first run

@@ -15,7 +15,12 @@ from weakref import ReferenceType, ref
 
 import torch
 
-from graphrt.device.torch_modes import LookingMode, is_for_parts, wait_for_pinned
+from graphrt.device.torch_modes import (
+    LookingMode,
+    hidden_writes,
+    is_for_parts,
+    wait_for_pinned,
+)
 from graphrt.graphs.buffers import is_staging
 from graphrt.graphs.values import storage_start, tensors_of
 from graphrt.source import caller_source
@@ -124,14 +129,17 @@ def first_source(run: Callable[[], Any], is_written: Callable[[], bool]) -> str:
 
 
 @lru_cache(maxsize=1024)  # A schema makes its arguments anew each time that it is asked for them.
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes."""
+def _writes_of(func: Any) -> tuple[tuple[tuple[int, str], ...], Callable[..., Any] | None]:
+    """Position and name of each argument that an operator writes; and its ``hidden_writes``."""
     schema = getattr(func, "_schema", None)
-    return tuple(
+    if schema is None:
+        return (), None
+    told = tuple(
         (position, argument.name)
-        for position, argument in enumerate(schema.arguments if schema is not None else ())
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    return told, hidden_writes(schema)
 
 
 class _WriteObserver(LookingMode):
@@ -155,8 +163,11 @@ class _WriteObserver(LookingMode):
         kwargs = kwargs or {}
         given = tensors_of((*args, *kwargs.values()))
         self._given.update(set(map(storage_start, given)) - self._made)
-        for position, name in _written(func):
+        told, hidden = _writes_of(func)
+        for position, name in told:
             self._note(tensors_of(args[position] if position < len(args) else kwargs.get(name)))
+        for position in hidden(args) if hidden is not None else ():
+            self._note(tensors_of(args[position]))
         result = func(*args, **kwargs)
         self._made.update(set(map(storage_start, tensors_of(result))) - self._given)
         return result
@@ -202,6 +213,6 @@ class _FirstWrite(LookingMode):
         if types and is_for_parts(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if not self.source and _written(func) and self._is_written():
+        if not self.source and any(_writes_of(func)) and self._is_written():
             self.source = str(caller_source())
         return result

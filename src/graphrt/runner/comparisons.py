@@ -17,7 +17,7 @@ import torch
 from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor, RuntimeMode
 from graphrt.errors import GraphrtError, VerificationError, noting
 from graphrt.events import Observer
-from graphrt.graphs import BoundBuffers, Entry, HostSnapshot
+from graphrt.graphs import BoundBuffers, Entry, GraphLibrary, HostSnapshot, StateGuard
 from graphrt.graphs.capture import guarded_storages
 from graphrt.graphs.values import (
     bytes_of,
@@ -88,6 +88,8 @@ class Comparisons:
     def __post_init__(self) -> None:
         self._pads = False
         """Whether the next sample is a padded one."""
+        self._advances_host = False
+        """Whether runs advance host values, on which those of eager segments may depend."""
         self._rounding = Rounding()
         self._other_rows: dict[str, torch.Tensor] = {}
         """Of the sample before: what any padded row may hold, of a batch that is another one."""
@@ -104,6 +106,7 @@ class Comparisons:
         it. State stays as it was.
         """
         advances = host.advances
+        self._advances_host |= advances
         if self.verifies and self.lockstep is not None:
             # Runs meet in collectives: all ranks make as many.
             advances = not self.lockstep.served_by_all([not advances])[0]
@@ -234,14 +237,17 @@ class Comparisons:
             # common.
             self._pads = not self._pads and self.lockstep is None
             others, self._other_rows = self._other_rows, {}
+            keeps_host = self._advances_host
             if not pads:
-                outputs = self.compare(ready, call).outputs
+                outputs = self.compare(ready, call, keeps_host=keeps_host).outputs
             else:
                 try:
-                    outputs = self.compare_padding(ready, call, others=others)[0]
+                    outputs = self.compare_padding(
+                        ready, call, others=others, keeps_host=keeps_host
+                    )[0]
                 except VerificationError:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
-                    self.compare(ready, call)
+                    self.compare(ready, call, keeps_host=keeps_host)
                     raise
             for name in arbitrary_buffers(ready.bound):
                 value, policy = call.values.get(name), ready.bound.specs[name].policy
@@ -285,6 +291,8 @@ class Comparisons:
         call: Call,
         before_warmup: HostSnapshot | None = None,
         num_runs: int = 1,
+        *,
+        keeps_host: bool = False,
     ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
@@ -311,7 +319,12 @@ class Comparisons:
             run_eager=run_eager,
             run_replay=run_replay,
             state=self._run_state(
-                bound, call, bound.views, overwritten=whole, poisons=before_warmup is not None
+                bound,
+                call,
+                bound.views,
+                overwritten=whole,
+                poisons=before_warmup is not None,
+                keeps_host=keeps_host,
             ),
             runnable=executor.fn,
             before_warmup=before_warmup,
@@ -329,6 +342,8 @@ class Comparisons:
         call: Call,
         before_warmup: HostSnapshot | None = None,
         others: Values | None = None,
+        *,
+        keeps_host: bool = False,
     ) -> tuple[Any, dict[str, Comparison]]:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
@@ -360,7 +375,13 @@ class Comparisons:
             replay=lambda: self._replay_compared(ready, call),
             run_unpadded=run_unpadded if call.staged == call.sizes else None,
             state=self._run_state(
-                bound, call, real, scratch=scratch, poisons=is_first, varied=others or {}
+                bound,
+                call,
+                real,
+                scratch=scratch,
+                poisons=is_first,
+                varied=others or {},
+                keeps_host=keeps_host,
             ),
             reads_padding=self.reads_padding,
             chosen_from=executor.outputs.chosen_from,
@@ -460,18 +481,8 @@ class Comparisons:
     # -- state
 
     def _overwritten(self) -> tuple[dict[str, torch.Tensor], int]:
-        """What runs may overwrite without saying which rows, and how many of it are too large."""
-        whole: dict[str, torch.Tensor] = {}
-        room, num_left = MAX_COMPARED_BYTES, 0
-        for tensor in self.executor.options.may_overwrite:
-            if tensor in self.executor.written_rows:
-                continue
-            room -= tensor.nbytes
-            if room >= 0:
-                whole[f"may_overwrite {len(whole)}"] = tensor
-            else:
-                num_left += 1
-        return whole, num_left
+        written_rows, given = self.executor.written_rows, self.executor.options.may_overwrite
+        return overwritten(tensor for tensor in given if tensor not in written_rows)
 
     def _run_state(
         self,
@@ -483,9 +494,11 @@ class Comparisons:
         overwritten: Values = _NONE,
         scratch: Values = _NONE,
         varied: Values = _NONE,
+        keeps_host: bool = False,
     ) -> RunState:
         """Everything that a compared run may write. ``views``: what is real of the buffers.
-        ``varied``: what their padding may hold as well."""
+        ``varied``: what their padding may hold as well. ``keeps_host``: each run begins with the
+        host values that are there now."""
         specs = bound.specs
         tensors = {f"buffer {name}": view for name, view in views.items() if specs[name].written}
         tensors |= overwritten
@@ -510,6 +523,7 @@ class Comparisons:
             scratch=scratch,
             others=self._rest_of_rows(bound, call, varied),
             poisons=poisons,
+            host=HostSnapshot(self.executor.fn) if keeps_host else None,
             wait=self._wait_for(
                 [*tensors.values(), *scratch.values(), *self.executor.written_rows]
             ),
@@ -578,12 +592,7 @@ class Comparisons:
         return found
 
     def _wait_for(self, written: Iterable[torch.Tensor]) -> Callable[[], None] | None:
-        """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
-        library, guard = self.executor.library, self.executor.options.state
-        guarded = tensors_of(getattr(guard, "tensors", ()))
-        on_host = any(t.device.type == "cpu" for t in [*written, *guarded])
-        is_gpu = library.device.torch_device.type != "cpu"
-        return library.synchronize if on_host and is_gpu else None
+        return wait_for(self.executor.library, self.executor.options.state, written)
 
     def _state(self, tensors: Values = _NONE) -> RunState:
         """What runs on examples may write."""
@@ -633,6 +642,29 @@ class Comparisons:
             ]
             with torch.no_grad(), executor.context(RuntimeMode.NONE, key, call.step_info):
                 run(partial(executor.fn, **views), varying)
+
+
+def overwritten(may_overwrite: Iterable[torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+    """What runs may overwrite without saying which rows, and how many of it are too large."""
+    whole: dict[str, torch.Tensor] = {}
+    room, num_left = MAX_COMPARED_BYTES, 0
+    for tensor in may_overwrite:
+        room -= tensor.nbytes
+        if room >= 0:
+            whole[f"may_overwrite {len(whole)}"] = tensor
+        else:
+            num_left += 1
+    return whole, num_left
+
+
+def wait_for(
+    library: GraphLibrary, guard: StateGuard | None, written: Iterable[torch.Tensor]
+) -> Callable[[], None] | None:
+    """The wait of a ``RunState``: a GPU copies to pinned memory when its turn comes."""
+    guarded = tensors_of(getattr(guard, "tensors", ()))
+    on_host = any(t.device.type == "cpu" for t in [*written, *guarded])
+    is_gpu = library.device.torch_device.type != "cpu"
+    return library.synchronize if on_host and is_gpu else None
 
 
 def _require_other_info(entry: Entry, captured: Any, step_info: Any) -> None:

@@ -34,6 +34,7 @@ from graphrt.graphs import (
 )
 from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import KeptTensors, keeping_writes
+from graphrt.runner.comparisons import overwritten, wait_for
 from graphrt.ubatch import UBatchWrapper
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
@@ -62,7 +63,8 @@ class CaptureJob:
     program is then found under that name; or a callable that itself calls wrappers of ``mode``.
     ``make_inputs`` returns ``(args, kwargs)``; it is called anew for every warm-up and for the
     capture, and its tensors must lie where steps will find them. If it takes an argument, that is
-    a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager.
+    a seed: 0 for warm-up and capture, 1 for the first replay, which is then compared with eager;
+    of a target that calls wrappers, what it returns, unless they wait for a new generation.
     ``check``: plays the new program and raises if it is wrong, in place of that comparison.
     ``checked``: called when the check is over, whatever came of it.
     Errors: ``ConfigError`` for arguments of another kind.
@@ -434,18 +436,22 @@ class _Run:
             (job, self._entry(job), check)
             for job in self.jobs
             if (check := self._checker(job)) is not None
-            and (job in self.captured or self._entry(job).reason is not Reason.HIT)
+            and (
+                job in self.captured
+                or (job.is_direct and self._entry(job).reason is not Reason.HIT)
+            )
         ]
         for _, entry, _ in unchecked:
             self._catalog.mark_unchecked(entry)
         for job, entry, check in unchecked:
             started = perf_counter()
             try:
-                if entry.staged is not None or entry.valid_program is not None:
+                if self._new_programs(job):
                     # Eager segments run their Python on both sides: both start from one count.
                     self.restore_hosts()
                     check(entry)
-                    self._catalog.mark_ready(entry)
+                    if job.is_direct:
+                        self._catalog.mark_ready(entry)
             except RankError:
                 raise
             except Exception as error:  # noqa: BLE001  The caller raises the first one.
@@ -454,6 +460,9 @@ class _Run:
                     self._catalog.mark_failed(entry.owner, entry.mode, entry.key, error)
                 else:
                     self._catalog.mark_wrong(entry, error)
+                    for program in entry.inner:
+                        inner = self._catalog.entry(program.owner, program.mode, program.key)
+                        self._catalog.mark_wrong(inner, error)
                 self.failures[job] = entry
                 first = first or error
                 # Raises if the error left the device unusable: there is nothing to go on with.
@@ -462,6 +471,14 @@ class _Run:
                 job.checked(entry)
             self._time(job, "check", started)
         return first
+
+    def _new_programs(self, job: CaptureJob) -> tuple[Program, ...]:
+        """What a check of the job plays; nothing if some of it may not be replayed."""
+        entry = self._entry(job)
+        if job.is_direct:
+            program = entry.staged or entry.valid_program
+            return () if program is None else (program,)
+        return entry.inner if all(program.is_valid for program in entry.inner) else ()
 
     def _entry(self, job: CaptureJob) -> Entry:
         return self._catalog.entry(job.name, job.mode, job.key)
@@ -538,16 +555,18 @@ class _Run:
 
     def _checker(self, job: CaptureJob) -> Callable[[Entry], None] | None:
         """How the first replay of a job is checked; None where nothing can tell."""
-        if not job.is_direct or job in self.skipped:
+        # Wrappers that a target calls find no program that waits to take another one's place.
+        if job in self.skipped or not (job.is_direct or self.options.generation != "new"):
             return None
         is_compared = self._takes_seed[job] and self.options.checks == "all"
         return job.check or (partial(self._compare, job) if is_compared else None)
 
     def _compare(self, job: CaptureJob, entry: Entry) -> None:
         """Compare the first replay with eager, on inputs other than those of the capture."""
-        program = entry.staged or entry.valid_program
-        assert program is not None, "only programs that exist are checked"
-        fn, layers = self._callable_of(job), self.options.layers
+        programs = self._new_programs(job)
+        # Wrappers that a target calls look their programs up, as in steps.
+        fn = self._callable_of(job) if job.is_direct else job.target
+        replay, layers = programs[0] if job.is_direct else job.target, self.options.layers
 
         def run_eager(key: BatchDescriptor = job.key) -> Any:
             args, kwargs = self._inputs(job, seed=1)
@@ -558,7 +577,7 @@ class _Run:
         def run_replay() -> Any:
             args, kwargs = self._inputs(job, seed=1)
             with torch.no_grad(), ForwardContext(job.mode, job.key, layers=layers):
-                return program(*args, **kwargs)
+                return replay(*args, **kwargs)
 
         subject = f"{job.name}, {job.mode.name}, {job.key}"
         captured = own_copy(self._inputs(job, seed=0))
@@ -569,13 +588,17 @@ class _Run:
         if job.key.num_ubatches > 1:
             with RunState(self.options.state).put_back(), restored(host):
                 whole = own_copy(run_eager(replace(job.key, num_ubatches=1)))
-        with RunState(self.options.state).put_back():
+        tensors, num_left = overwritten(self.options.may_overwrite)
+        guard, generators = self.options.state, self.library.all_generators
+        wait = wait_for(self.library, guard, tensors.values())
+        state = RunState(guard, tensors, generators=generators, wait=wait)
+        with state.put_back():
             verification = check_replay(
                 mode=job.mode,
                 key=job.key,
                 run_eager=run_eager,
                 run_replay=run_replay,
-                state=RunState(self.options.state, generators=self.library.all_generators),
+                state=state,
                 runnable=fn,
                 before_warmup=host,
                 observer=self.library.emit,
@@ -584,7 +607,9 @@ class _Run:
         if whole is not None:  # Eager runs of the key compute the same micro-batches.
             require_like_whole(subject, whole, verification.outputs)
         require_varied_for_memos(subject, captured, checked, host)
-        program.is_compared = require_compared(subject, verification)
+        is_compared = require_compared(subject, verification, num_left)
+        for program in programs:
+            program.is_compared = is_compared
 
 
 def _wrapper_of(target: object) -> CUDAGraphWrapper | None:

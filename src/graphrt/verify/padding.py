@@ -114,6 +114,12 @@ IN_FLOAT32 = {**UNPADDED_TOLERANCE, torch.float64: 1e-4, torch.complex128: 1e-4}
 """Where parts of a float64 model compute in float32."""
 
 
+_STATE_OF_PADDING = (
+    "If only a row of state meant for padding differs: may_overwrite={tensor: 'input that indexes "
+    "its rows'} compares the real rows alone"
+)
+
+
 def check_padding(
     *,
     mode: RuntimeMode,
@@ -241,7 +247,7 @@ def check_padding(
             "their dtype",
             found=f"the result depends on the padded size: {outcome}",
             do="mask what is summed over rows, and pass the real size as a tensor in place of the "
-            "number of rows",
+            "number of rows" + (f". {_STATE_OF_PADDING}" if state.guard is not None else ""),
         )
 
 
@@ -320,24 +326,25 @@ def _require_cut(
     sizes: Mapping[str, int],
     padded_sizes: Mapping[str, int],
 ) -> None:
-    """Errors: ``VerificationError`` for an output that has the padded size along an axis."""
+    """Errors: ``VerificationError`` for an output that is longer in a padded run."""
     outputs = {node.path: node.value for node in walk(padded) if node.kind == "tensor"}
     for node in walk(unpadded):
         if node.kind != "tensor" or node.path not in outputs:
             continue
         real, whole = node.value.shape, outputs[node.path].shape
-        uncut = {
-            dim: axis
-            for dim, pair in enumerate(zip(real, whole, strict=False))
-            for axis, size in reversed([*sizes.items()])  # Where more than one fits, the first.
-            if pair[0] != pair[1] and pair == (size, padded_sizes.get(axis))
-        }
-        if uncut and len(real) == len(whole):
+        lengths = []
+        for dim, pair in enumerate(zip(real, whole, strict=False)):
+            fits = (axis for axis, size in sizes.items() if pair == (size, padded_sizes.get(axis)))
+            if pair[0] != pair[1]:
+                axis = next(fits, None)
+                lengths.append(f"{dim}: {'lambda sizes: ...' if axis is None else repr(axis)}")
+        if lengths and len(real) == len(whole):
+            entry = f"{dotted(node.path)!r}: {{{', '.join(lengths)}}}"
             raise VerificationError(
                 subject,
                 expected=f"{format_path(node.path) or 'the result'} cut to {tuple(real)}",
                 found=f"{tuple(whole)}, because no OutputSpec says which dimensions are padded",
-                do=f"give it an entry, such as OutputSpec({{{dotted(node.path)!r}: {uncut}}})",
+                do=f"give it an entry, such as OutputSpec({{{entry}}})",
             )
 
 
@@ -425,6 +432,5 @@ def _padding_read_error(
         found=f"padding is read: other padded rows in {', '.join(alone or names)} change {outcome}",
         do=f"{rounding if is_rounding else ''}mask the padded rows, or declare what they hold "
         "(padding= of the BufferSpec); reads_padding='why' if results are meant to depend on them. "
-        "If only a row of state meant for padding differs: may_overwrite={tensor: 'input that "
-        "indexes its rows'} compares the real rows alone",
+        f"{_STATE_OF_PADDING}",
     )

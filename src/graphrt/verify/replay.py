@@ -279,7 +279,10 @@ def require_compared(
     states = verification.state
     if verification.comparison.num_compared + (states.num_compared if states else 0):
         return True
-    found = "no output"
+    opaque = ", ".join(path or "the result" for path in verification.comparison.unchecked)
+    found = (
+        f"nothing but opaque values, which are not compared: {opaque}" if opaque else "no output"
+    )
     if num_left:
         found += f", and {num_left} overwritten tensors that are too large to compare"
     warn_unverified(

@@ -32,10 +32,10 @@ gave other bits in a quarter of its runs is found in nine cases of ten."""
 VARYING = (
     "runs of the same replay on the same inputs differ from each other: a kernel's bits vary from "
     "run to run, as those of cuDNN's attention for one query and of sums by atomics do, or random "
-    "numbers come from a generator that the library was not given (generators=), or an eager "
-    "segment counts its runs, or a run reads what the one before wrote in a tensor of "
-    "may_overwrite that is too large to be put back without its rows. Choose another "
-    "kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
+    "numbers come from a generator that the library was not given (generators=), or prepare() of a "
+    "resource counts its calls, or an eager segment its runs, or a run reads what the one before "
+    "wrote in a tensor of may_overwrite that is too large to be put back without its rows. Choose "
+    "another kernel (torch.backends.cuda.enable_cudnn_sdp(False), "
     "torch.use_deterministic_algorithms(True)), or give a verify_tolerance"
 )
 
@@ -118,6 +118,7 @@ class RunState:
     it these rows are compared, and not poisoned.
     ``others``: what no run may write; put back and compared with it, and disturbed meanwhile if
     this poisons.
+    ``host``: what the callable remembers, which each run finds as it is now.
     ``wait``: until the device is done; for memory of the host among them, which is read and written
     at once, where the device may still write it.
     """
@@ -130,6 +131,7 @@ class RunState:
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
     others: Sequence[OtherRows] = ()
     poisons: bool = True
+    host: HostSnapshot | None = None
     wait: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +174,8 @@ class RunState:
         if self.wait is not None:
             self.wait()
         compared = saved.compared
+        if self.host is not None:
+            self.host.put_back()
         with torch.inference_mode():
             for other, copy in zip(self.others, self._started_with, strict=False):
                 other.memory.copy_(copy)

@@ -17,7 +17,7 @@ import torch
 from graphrt.device.base import TensorUse
 from graphrt.device.cuda import private
 from graphrt.device.cuda.pool import storage_address
-from graphrt.device.torch_modes import LookingMode, OfRecording, is_for_parts
+from graphrt.device.torch_modes import LookingMode, OfRecording, hidden_writes, is_for_parts
 from graphrt.source import caller_source
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -36,6 +36,7 @@ class OperatorInfo(NamedTuple):
     is_written: Mapping[str, bool]
     """The same by name."""
     uses_rng: bool
+    hidden_writes: Callable[[Sequence[Any]], Sequence[int]] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -86,6 +87,9 @@ class UseTracker:
                 written = info.is_written.get(name, False)
                 if positions is None or name in info.is_written:
                     self._input(value, written)
+        if info.hidden_writes is not None:
+            for position in info.hidden_writes(args):
+                self._input(args[position], True)
         return info.call
 
     def _input(self, value: Any, written: bool) -> None:
@@ -209,6 +213,7 @@ def _info_of(operation: Any) -> OperatorInfo:
         tuple((position, written) for position, _, written in holding),
         {name: written for _, name, written in holding},
         uses_rng,
+        hidden_writes(schema),
     )
 
 

@@ -7,7 +7,7 @@ values, so it is kept by signature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -32,6 +32,7 @@ from graphrt.device.simulated.forbidden_ops import (
     depends_on_arguments,
     unsupported,
 )
+from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import ForbiddenOperationError
 
 
@@ -51,6 +52,7 @@ class Traits(NamedTuple):
     makes_constant: bool
     written: frozenset[int | str]
     """Positions, and names of keyword arguments, that it writes."""
+    hidden_writes: Callable[[Args], Sequence[int]] | None
     returns_written: tuple[int | str | None, ...]
     """For each result the argument that it is; None: something new."""
     uses_rng: bool
@@ -102,6 +104,7 @@ def _traits_of(func: Operator) -> Traits:
         only_allocates=schema.name in _ALLOCATORS and not written,
         makes_constant=schema.name in _CONSTANTS,
         written=frozenset(written),
+        hidden_writes=hidden_writes(schema),
         returns_written=tuple(returns_written),
         uses_rng="nondeterministic_seeded" in tags,
         takes_workspace=schema.name in _MATMULS,

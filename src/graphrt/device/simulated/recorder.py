@@ -276,7 +276,10 @@ class SimulatedRecording:
         self._uses_rng |= traits.uses_rng
         # Replays call it without its Python frame, where torch names it so.
         call = getattr(func, "_op", func)
-        results = self._record(call, traits.name, args, kwargs, traits.written, described)
+        written = traits.written
+        if traits.hidden_writes is not None:
+            written = written.union(traits.hidden_writes(args))
+        results = self._record(call, traits.name, args, kwargs, written, described)
         return _returned(results, traits, args, kwargs)
 
     def _is_on_host(self, func: Operator, traits: Traits, args: Args, kwargs: Kwargs) -> bool:
