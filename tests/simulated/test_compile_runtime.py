@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
+from types import FunctionType
 
 import pytest
 import torch
@@ -239,6 +240,11 @@ class BranchesOnSize(Formula):
         return -hidden
 
 
+class GoesThroughRows(Formula):
+    def between(self, hidden):
+        return torch.stack([row * 2 for row in hidden])  # the line
+
+
 class HasBreakPoint(Formula):
     @break_point
     def inside(self, hidden):
@@ -259,6 +265,7 @@ class HasBreakPoint(Formula):
         (ReadsValue, GraphBreakError, "item"),
         (SelectsRows, GraphBreakError, "contains"),
         (BranchesOnSize, ShapeGuardError, "> 4"),
+        (GoesThroughRows, ShapeGuardError, "a constant"),
         (HasBreakPoint, BreakError, "level 2 nowhere"),
     ],
 )
@@ -661,6 +668,16 @@ def test_code_left_uncompiled_is_refused():
         lab.model(**values(5, 2))
 
 
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+def test_code_that_dynamo_forgot_is_refused(policy):
+    asked = {"compilation": {"guard_policy": policy}}
+    with compiled("NONE", asked=asked) as lab:
+        lab.step(5, 2)
+        torch._dynamo.reset()
+        with pytest.raises(RecompileError, match="reset"):
+            lab.step(5, 2)
+
+
 def test_part_of_two_runtimes_is_refused():
     part = Formula()
     with (
@@ -698,6 +715,24 @@ class Scale(torch.nn.Module):
         return x * 2.0
 
 
+def as_it_is(x):
+    return x
+
+
+def as_its_double(x):
+    return 2 * x
+
+
+def copied(function):
+    """Another function of the same code."""
+    return FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+def turned(weight):
+    """The same values in another layout."""
+    return weight.data.t().contiguous().t()
+
+
 class Reads(Formula):
     """Reads one thing of each kind."""
 
@@ -706,8 +741,13 @@ class Reads(Formula):
         self.mode, self.op, self.sizes = Mode.ONE, torch.ops.aten.tanh, {1, 2}
         self.by_class, self.module = Doubled(), Scale()
         self.first = self.second = torch.nn.Parameter(torch.ones(1))
+        self.pair, self.function, self.inner = (1.0, (2, "a")), copied(as_it_is), Doubled()
 
     def between(self, hidden):
+        hidden = self.function(hidden) * self.pair[0] * self.pair[1][0]
+        hidden = hidden * getattr(self.inner, "extra", 1.0) + (
+            2.0 if hasattr(self, "late") else 1.0
+        )
         hidden = self.op(hidden) + (1.0 if self.mode is Mode.ONE else 2.0)
         hidden = hidden * self.by_class.factor + (1.0 if 2 in self.sizes else 3.0)
         return self.module(hidden) * self.first + self.second
@@ -722,8 +762,17 @@ class Reads(Formula):
         (lambda model: setattr(model.by_class, "factor", 3.0), "factor"),
         (lambda model: setattr(model.module, "forward", torch.tanh), "forward"),
         (lambda model: setattr(model, "second", torch.nn.Parameter(torch.zeros(1))), "second"),
+        (lambda model: setattr(model, "pair", (3.0, (2, "a"))), r"model\.pair"),
+        (lambda model: setattr(model, "pair", (1.0, (True, "a"))), r"model\.pair"),
+        (lambda model: setattr(model.function, "__code__", as_its_double.__code__), "function"),
+        (lambda model: setattr(model, "late", None), r"hasattr\(model, 'late'\)"),
+        (lambda model: setattr(model.inner, "extra", 3.0), r"hasattr\(model.inner, 'extra'\)"),
+        (lambda model: setattr(model.weight, "data", turned(model.weight)), r"model\.weight"),
     ],
-    ids=["enum", "operator", "set", "attribute of the class", "method", "shared tensor"],
+    ids=[
+        *("enum", "operator", "set", "attribute of the class", "method", "shared tensor"),
+        *("tuple", "type in a tuple", "code", "absent", "absent of an object", "layout"),
+    ],
 )
 def test_what_the_trace_read_is_compared_by_what_it_is(change, told):
     with compiled("NONE", Reads()) as lab:

@@ -27,7 +27,13 @@ from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
 from graphrt.compile.splitter import Describe, Piece, PieceInfo, Wrap
 from graphrt.config import CompilePlan
-from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
+from graphrt.errors import (
+    CompileError,
+    ContractError,
+    GraphrtError,
+    RecompileError,
+    ShapeGuardError,
+)
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
 
 _NO_AXES: frozenset[str] = frozenset()
@@ -206,14 +212,18 @@ class Compiled:
         if self._is_audit_due:
             self.audit()
             self._is_audit_due = False
-        if trace.guarded is None or torch_api.has_modes():
-            return trace.entry(*args, **kwargs)
+        call = trace.guarded
+        if call is None or torch_api.has_modes():
+            call = trace.entry
         try:
-            return trace.guarded(*args, **kwargs)
+            return call(*args, **kwargs)
         except exc.TorchDynamoException as error:
-            if not self._misses:  # Of code that a piece calls.
-                raise
-            raise _again(" ".join(self._misses.pop().split())) from error
+            if self._misses:
+                raise _again(" ".join(self._misses.pop().split())) from error
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, GraphrtError):
+                raise inner from error
+            raise  # Of code that a piece calls.
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -523,5 +533,6 @@ def _again(found: str) -> RecompileError:
         "compiled code",
         expected="one trace, which serves every call",
         found=found,
-        do="compile once, outside torch.compiler.disable and set_stance",
+        do="compile once, outside torch.compiler.disable and set_stance; another runtime after "
+        "torch._dynamo.reset",
     )

@@ -7,7 +7,7 @@ compared at every call of the compiled code; what else the trace read, before ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -194,8 +194,7 @@ class Audit:
         for guard in guards:
             if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
                 reads[guard.name] = _told(guard.value)
-                for name in _absent(guard):
-                    reads[f"{name!r} in {guard.name}.__dict__"] = _told(False)
+                reads |= _asked(guard)
         checked = {one: told for one, told in reads.items() if self._now(one) == told}
         self.unchecked = tuple(as_written(one) for one in reads if one not in checked)
         self._reads = {
@@ -254,31 +253,56 @@ def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
     )
 
 
-def _absent(guard: Any) -> Iterator[str]:
-    """Attributes that the trace looked for in an object and found in its class instead."""
-    if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT":
-        made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
-        yield from getattr(made_by, "keywords", {}).values()
+def _asked(guard: Any) -> dict[str, tuple[str, object]]:
+    """What the trace asked an object about its attributes: whether it has one, and whether one that
+    its class has is its own."""
+    text = {
+        "HASATTR": "hasattr({1}, {0!r})",
+        "NOT_PRESENT_IN_GENERIC_DICT": "{0!r} in {1}.__dict__",
+    }
+    if guard.guard_type not in text:
+        return {}
+    made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
+    names = getattr(made_by, "keywords", {}).values()
+    is_asked = guard.guard_type == "HASATTR"
+    return {
+        text[guard.guard_type].format(name, guard.name): _told(
+            is_asked and hasattr(guard.value, name)
+        )
+        for name in names
+    }
 
 
 def _told(value: Any) -> tuple[str, object]:
     if isinstance(value, _HOST):
         return f"a {type(value).__name__}", value
     if isinstance(value, torch.Tensor):
-        return "a tensor", (value.dtype, value.device, tuple(value.shape))
+        stride = value.stride() if value.layout is torch.strided else None
+        return "a tensor", (value.dtype, value.device, tuple(value.shape), stride)
     if isinstance(value, MethodType):
-        return "a method", (id(value.__self__), value.__func__)
+        return "a method", (id(value.__self__), _told(value.__func__))
+    if isinstance(value, FunctionType):
+        return "an object", (value, value.__code__)
     if isinstance(value, _BY_IDENTITY):
         return "an object", value
     if isinstance(value, dict):
         return type(value).__name__, tuple(map(str, value))
     if isinstance(value, set | frozenset):
         return type(value).__name__, frozenset(value)
+    if isinstance(value, tuple) and _is_constant(value):
+        # By its text too, in which 1, 1.0 and True differ.
+        return f"{type(value).__name__} {value!r}", value
     if isinstance(value, list | tuple | torch.nn.ModuleList):
         return type(value).__name__, len(value)
     if isinstance(value, torch.nn.Module):
-        return "an object of", (type(value), type(value).forward)
+        return "an object of", (type(value), _told(type(value).forward))
     return "an object of", type(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is one constant for torch, which looks at each item of other tuples itself."""
+    is_plain = isinstance(value, _HOST)
+    return is_plain or (isinstance(value, tuple) and all(map(_is_constant, value)))
 
 
 def as_written(expression: str) -> str:
