@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from graphrt import CompilationConfig, Facts, RuntimeConfig, break_point, resolve
+from graphrt import CompilationConfig, Facts, Reason, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import (
     BreakError,
@@ -676,6 +676,46 @@ def test_code_that_dynamo_forgot_is_refused(policy):
         torch._dynamo.reset()
         with pytest.raises(RecompileError, match="reset"):
             lab.step(5, 2)
+
+
+def test_constant_that_a_graph_step_finds_replaced_is_refused():
+    with compiled(asked={"watch": "always"}) as lab:
+        lab.runtime.capture()
+        lab.step(5, 2)
+        lab.model.weight = torch.nn.Parameter(torch.eye(WIDTH))  # An input of the traced graph.
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert lab.runtime.last_decision.reason is Reason.INVALIDATED
+        with torch.no_grad():
+            assert_equal(outputs, lab.model.forward(**values(5, 2)))
+        lab.runtime.capture()
+        lab.model.scale = 3.0
+        for _ in range(2):  # Also once the graph is gone.
+            with pytest.raises(GuardAuditError, match=r"model\.scale"):
+                lab.step(5, 2)
+        lab.model.scale = 2.0
+        lab.step(5, 2)
+
+
+class EntersAutocast(Formula):
+    def __init__(self, is_on):
+        super().__init__()
+        self.is_on = is_on
+
+    def forward(self, *, x, ids, lens):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
+            hidden = torch.sigmoid(x * 2)  # the line
+        return {"rows": hidden.float() @ self.weight + ids[:, None], "lens": lens * 2}
+
+
+def test_autocast_around_a_splitting_op_is_refused_unless_it_changes_nothing():
+    with pytest.raises(CompileError, match=r"autocast.*enabled=True") as caught:
+        compiled(model=EntersAutocast(True))
+    number = int(re.search(r"line (\d+)", caught.value.source)[1])
+    assert linecache.getline(__file__, number).endswith("# the line\n")
+    with compiled(model=EntersAutocast(False)) as lab:
+        lab.runtime.capture()
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert_equal(outputs, lab.eager(5, 2))
 
 
 def test_part_of_two_runtimes_is_refused():

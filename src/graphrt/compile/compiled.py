@@ -137,7 +137,8 @@ class Compiled:
         """By axes that have size 1: others are alike for every size only if they are backed."""
         self._ones = _NO_AXES
         """Of the trace that is made."""
-        self._is_audit_due = False
+        self.is_audit_due = False
+        """Whether the next call is to compare what the trace read."""
         self._misses: deque[str] = deque(maxlen=1)
         """Why torch's guards took the last call for another one."""
 
@@ -209,9 +210,9 @@ class Compiled:
                 do="give the runtime examples, or call capture(like=...) before the first step",
             )
         trace.contract.check(args, kwargs)
-        if self._is_audit_due:
+        if self.is_audit_due:
             self.audit()
-            self._is_audit_due = False
+            self.is_audit_due = False
         call = trace.guarded
         if call is None or torch_api.has_modes():
             call = trace.entry
@@ -232,7 +233,7 @@ class Compiled:
         """
         for trace in self._traces.values():
             trace.audit.check()
-            self._is_audit_due = again
+            self.is_audit_due = again
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
@@ -373,6 +374,7 @@ class _Compilation:
         pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
+        effects.refuse_open_autocast(graph, ops, is_opaque)
         if is_opaque:
             effects.refuse_shared_writes(pieces)
             for piece in captured:

@@ -7,7 +7,7 @@ compared at every call of the compiled code; what else the trace read, before ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,11 @@ Axes = Mapping[int, Mapping[int, str]]
 
 _HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+_QUESTIONS = {
+    "HASATTR": "hasattr({1}, {0!r})",
+    "NOT_PRESENT_IN_GENERIC_DICT": "{0!r} in {1}.__dict__",
+}
+"""By kind of guard, as an expression of the attribute and the object."""
 _BY_IDENTITY = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType, Enum),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
@@ -194,7 +199,7 @@ class Audit:
         for guard in guards:
             if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
                 reads[guard.name] = _told(guard.value)
-                reads |= _asked(guard)
+                reads |= {question: self._now(question) for question in _asked(guard)}
         checked = {one: told for one, told in reads.items() if self._now(one) == told}
         self.unchecked = tuple(as_written(one) for one in reads if one not in checked)
         self._reads = {
@@ -253,24 +258,13 @@ def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
     )
 
 
-def _asked(guard: Any) -> dict[str, tuple[str, object]]:
+def _asked(guard: Any) -> Iterator[str]:
     """What the trace asked an object about its attributes: whether it has one, and whether one that
     its class has is its own."""
-    text = {
-        "HASATTR": "hasattr({1}, {0!r})",
-        "NOT_PRESENT_IN_GENERIC_DICT": "{0!r} in {1}.__dict__",
-    }
-    if guard.guard_type not in text:
-        return {}
-    made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
-    names = getattr(made_by, "keywords", {}).values()
-    is_asked = guard.guard_type == "HASATTR"
-    return {
-        text[guard.guard_type].format(name, guard.name): _told(
-            is_asked and hasattr(guard.value, name)
-        )
-        for name in names
-    }
+    if (question := _QUESTIONS.get(guard.guard_type)) is not None:
+        made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
+        for name in getattr(made_by, "keywords", {}).values():
+            yield question.format(name, guard.name)
 
 
 def _told(value: Any) -> tuple[str, object]:
