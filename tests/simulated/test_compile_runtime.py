@@ -816,6 +816,7 @@ class Reads(Formula):
 )
 def test_what_the_trace_read_is_compared_by_what_it_is(change, told):
     with compiled("NONE", Reads()) as lab:
+        assert lab.runtime.report().compile.unaudited == ()
         lab.runtime.check_externals()
         change(lab.model)
         with pytest.raises(GuardAuditError, match=told):

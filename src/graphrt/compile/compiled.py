@@ -505,7 +505,7 @@ def own_root(
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
     trace of the first. And it adds names to the globals.
     """
-    scope: dict[str, Any] = {"model": target}
+    scope: dict[str, Any] = {"model": target, "function": None}
     if isinstance(target, MethodType):
         scope = {"model": target.__self__, "function": target.__func__}
     plain: Any = _root_of(**scope)
