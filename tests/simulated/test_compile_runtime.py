@@ -10,12 +10,13 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
+from types import FunctionType
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from graphrt import CompilationConfig, Facts, RuntimeConfig, break_point, resolve
+from graphrt import CompilationConfig, Facts, Reason, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
 from graphrt.errors import (
     BreakError,
@@ -239,6 +240,11 @@ class BranchesOnSize(Formula):
         return -hidden
 
 
+class GoesThroughRows(Formula):
+    def between(self, hidden):
+        return torch.stack([row * 2 for row in hidden])  # the line
+
+
 class HasBreakPoint(Formula):
     @break_point
     def inside(self, hidden):
@@ -259,6 +265,7 @@ class HasBreakPoint(Formula):
         (ReadsValue, GraphBreakError, "item"),
         (SelectsRows, GraphBreakError, "contains"),
         (BranchesOnSize, ShapeGuardError, "> 4"),
+        (GoesThroughRows, ShapeGuardError, "a constant"),
         (HasBreakPoint, BreakError, "level 2 nowhere"),
     ],
 )
@@ -661,6 +668,56 @@ def test_code_left_uncompiled_is_refused():
         lab.model(**values(5, 2))
 
 
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+def test_code_that_dynamo_forgot_is_refused(policy):
+    asked = {"compilation": {"guard_policy": policy}}
+    with compiled("NONE", asked=asked) as lab:
+        lab.step(5, 2)
+        torch._dynamo.reset()
+        with pytest.raises(RecompileError, match="reset"):
+            lab.step(5, 2)
+
+
+def test_constant_that_a_graph_step_finds_replaced_is_refused():
+    with compiled(asked={"watch": "always"}) as lab:
+        lab.runtime.capture()
+        lab.step(5, 2)
+        lab.model.weight = torch.nn.Parameter(torch.eye(WIDTH))  # An input of the traced graph.
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert lab.runtime.last_decision.reason is Reason.INVALIDATED
+        with torch.no_grad():
+            assert_equal(outputs, lab.model.forward(**values(5, 2)))
+        lab.runtime.capture()
+        lab.model.scale = 3.0
+        for _ in range(2):  # Also once the graph is gone.
+            with pytest.raises(GuardAuditError, match=r"model\.scale"):
+                lab.step(5, 2)
+        lab.model.scale = 2.0
+        lab.step(5, 2)
+
+
+class EntersAutocast(Formula):
+    def __init__(self, is_on):
+        super().__init__()
+        self.is_on = is_on
+
+    def forward(self, *, x, ids, lens):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
+            hidden = torch.sigmoid(x * 2)  # the line
+        return {"rows": hidden.float() @ self.weight + ids[:, None], "lens": lens * 2}
+
+
+def test_autocast_around_a_splitting_op_is_refused_unless_it_changes_nothing():
+    with pytest.raises(CompileError, match=r"autocast.*enabled=True") as caught:
+        compiled(model=EntersAutocast(True))
+    number = int(re.search(r"line (\d+)", caught.value.source)[1])
+    assert linecache.getline(__file__, number).endswith("# the line\n")
+    with compiled(model=EntersAutocast(False)) as lab:
+        lab.runtime.capture()
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert_equal(outputs, lab.eager(5, 2))
+
+
 def test_part_of_two_runtimes_is_refused():
     part = Formula()
     with (
@@ -698,6 +755,24 @@ class Scale(torch.nn.Module):
         return x * 2.0
 
 
+def as_it_is(x):
+    return x
+
+
+def as_its_double(x):
+    return 2 * x
+
+
+def copied(function):
+    """Another function of the same code."""
+    return FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+def turned(weight):
+    """The same values in another layout."""
+    return weight.data.t().contiguous().t()
+
+
 class Reads(Formula):
     """Reads one thing of each kind."""
 
@@ -706,8 +781,13 @@ class Reads(Formula):
         self.mode, self.op, self.sizes = Mode.ONE, torch.ops.aten.tanh, {1, 2}
         self.by_class, self.module = Doubled(), Scale()
         self.first = self.second = torch.nn.Parameter(torch.ones(1))
+        self.pair, self.function, self.inner = (1.0, (2, "a")), copied(as_it_is), Doubled()
 
     def between(self, hidden):
+        hidden = self.function(hidden) * self.pair[0] * self.pair[1][0]
+        hidden = hidden * getattr(self.inner, "extra", 1.0) + (
+            2.0 if hasattr(self, "late") else 1.0
+        )
         hidden = self.op(hidden) + (1.0 if self.mode is Mode.ONE else 2.0)
         hidden = hidden * self.by_class.factor + (1.0 if 2 in self.sizes else 3.0)
         return self.module(hidden) * self.first + self.second
@@ -722,11 +802,21 @@ class Reads(Formula):
         (lambda model: setattr(model.by_class, "factor", 3.0), "factor"),
         (lambda model: setattr(model.module, "forward", torch.tanh), "forward"),
         (lambda model: setattr(model, "second", torch.nn.Parameter(torch.zeros(1))), "second"),
+        (lambda model: setattr(model, "pair", (3.0, (2, "a"))), r"model\.pair"),
+        (lambda model: setattr(model, "pair", (1.0, (True, "a"))), r"model\.pair"),
+        (lambda model: setattr(model.function, "__code__", as_its_double.__code__), "function"),
+        (lambda model: setattr(model, "late", None), r"hasattr\(model, 'late'\)"),
+        (lambda model: setattr(model.inner, "extra", 3.0), r"hasattr\(model.inner, 'extra'\)"),
+        (lambda model: setattr(model.weight, "data", turned(model.weight)), r"model\.weight"),
     ],
-    ids=["enum", "operator", "set", "attribute of the class", "method", "shared tensor"],
+    ids=[
+        *("enum", "operator", "set", "attribute of the class", "method", "shared tensor"),
+        *("tuple", "type in a tuple", "code", "absent", "absent of an object", "layout"),
+    ],
 )
 def test_what_the_trace_read_is_compared_by_what_it_is(change, told):
     with compiled("NONE", Reads()) as lab:
+        assert lab.runtime.report().compile.unaudited == ()
         lab.runtime.check_externals()
         change(lab.model)
         with pytest.raises(GuardAuditError, match=told):

@@ -27,7 +27,13 @@ from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
 from graphrt.compile.splitter import Describe, Piece, PieceInfo, Wrap
 from graphrt.config import CompilePlan
-from graphrt.errors import CompileError, ContractError, RecompileError, ShapeGuardError
+from graphrt.errors import (
+    CompileError,
+    ContractError,
+    GraphrtError,
+    RecompileError,
+    ShapeGuardError,
+)
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
 
 _NO_AXES: frozenset[str] = frozenset()
@@ -131,7 +137,8 @@ class Compiled:
         """By axes that have size 1: others are alike for every size only if they are backed."""
         self._ones = _NO_AXES
         """Of the trace that is made."""
-        self._is_audit_due = False
+        self.is_audit_due = False
+        """Whether the next call is to compare what the trace read."""
         self._misses: deque[str] = deque(maxlen=1)
         """Why torch's guards took the last call for another one."""
 
@@ -203,17 +210,21 @@ class Compiled:
                 do="give the runtime examples, or call capture(like=...) before the first step",
             )
         trace.contract.check(args, kwargs)
-        if self._is_audit_due:
+        if self.is_audit_due:
             self.audit()
-            self._is_audit_due = False
-        if trace.guarded is None or torch_api.has_modes():
-            return trace.entry(*args, **kwargs)
+            self.is_audit_due = False
+        call = trace.guarded
+        if call is None or torch_api.has_modes():
+            call = trace.entry
         try:
-            return trace.guarded(*args, **kwargs)
+            return call(*args, **kwargs)
         except exc.TorchDynamoException as error:
-            if not self._misses:  # Of code that a piece calls.
-                raise
-            raise _again(" ".join(self._misses.pop().split())) from error
+            if self._misses:
+                raise _again(" ".join(self._misses.pop().split())) from error
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, GraphrtError):
+                raise inner from error
+            raise  # Of code that a piece calls.
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -222,7 +233,7 @@ class Compiled:
         """
         for trace in self._traces.values():
             trace.audit.check()
-            self._is_audit_due = again
+            self.is_audit_due = again
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
@@ -363,6 +374,7 @@ class _Compilation:
         pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
+        effects.refuse_open_autocast(graph, ops, is_opaque)
         if is_opaque:
             effects.refuse_shared_writes(pieces)
             for piece in captured:
@@ -493,7 +505,7 @@ def own_root(
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
     trace of the first. And it adds names to the globals.
     """
-    scope: dict[str, Any] = {"model": target}
+    scope: dict[str, Any] = {"model": target, "function": None}
     if isinstance(target, MethodType):
         scope = {"model": target.__self__, "function": target.__func__}
     plain: Any = _root_of(**scope)
@@ -523,5 +535,6 @@ def _again(found: str) -> RecompileError:
         "compiled code",
         expected="one trace, which serves every call",
         found=found,
-        do="compile once, outside torch.compiler.disable and set_stance",
+        do="compile once, outside torch.compiler.disable and set_stance; another runtime after "
+        "torch._dynamo.reset",
     )

@@ -239,6 +239,30 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                 written[storage_of(value)] = node
 
 
+def refuse_open_autocast(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bool) -> None:
+    """Errors: ``CompileError`` where one of ``ops`` is called under an autocast that the model has
+    entered: pieces before it enter and pieces behind it leave, so that a replay, which runs no
+    Python of theirs, calls it without. What changes nothing may stay, unless that ``is_opaque``.
+    """
+    entered: list[fx.Node] = []
+    for node in graph.graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            entered.append(node)
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            entered.remove(node.args[0])
+        elif ops.find(node) is not None:
+            for one in entered:
+                kind, dtype, is_on, *_ = one.args
+                if is_opaque or is_on or torch.is_autocast_enabled(str(kind)):
+                    raise CompileError(
+                        f"{node.name} at {line_of(node)}",
+                        expected="a splitting op outside every autocast that the model enters",
+                        found=f"autocast({kind!r}, {dtype}, enabled={is_on}) around it",
+                        do="enter it inside the operator, or around captures and steps",
+                        source=line_of(node),
+                    )
+
+
 def written_inputs(piece: Piece) -> list[int]:
     """The positions of the arguments whose memory a piece writes."""
     written = {storage_of(value) for node in piece.nodes for value in written_by(node)} - {0}

@@ -51,7 +51,10 @@ def translated(error: Exception) -> GraphrtError:
         found = f"a branch on {expression}, where u0, u1 ... are sizes that vary"
         return shape_guard(at, found, str(source))
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
-        return shape_guard(at, rest.strip() or first, str(source))
+        # Of a size that became a number, where that was is told as text, once for each dimension.
+        why, _, stack = (rest.strip() or first).partition("\n\nUser stack:")
+        where = str(source) or _last_frame(stack.partition("\n\n")[0])
+        return shape_guard(at or (where and f" at {where}"), why, where)
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
             f"graph break{at}",
@@ -142,6 +145,10 @@ def _user_line(stack: Iterable[FrameSummary]) -> Source:
 
 def line_of(node: fx.Node) -> str:
     """The user's line in the stack that Dynamo keeps as text: its last frame."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return _last_frame(str(node.meta.get("stack_trace") or ""))
+
+
+def _last_frame(stack: str) -> str:
+    lines = stack.strip().splitlines()
     frames = [line.strip() for line in lines if line.strip().startswith("File ")]
     return frames[-1].removeprefix("File ") if frames else ""

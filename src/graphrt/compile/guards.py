@@ -22,6 +22,11 @@ Axes = Mapping[int, Mapping[int, str]]
 
 _HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+_QUESTIONS = {
+    "HASATTR": "hasattr({1}, {0!r})",
+    "NOT_PRESENT_IN_GENERIC_DICT": "{0!r} in {1}.__dict__",
+}
+"""By kind of guard, as an expression of the attribute and the object."""
 _BY_IDENTITY = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType, Enum),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
@@ -194,8 +199,7 @@ class Audit:
         for guard in guards:
             if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
                 reads[guard.name] = _told(guard.value)
-                for name in _absent(guard):
-                    reads[f"{name!r} in {guard.name}.__dict__"] = _told(False)
+                reads |= {question: self._now(question) for question in _asked(guard)}
         checked = {one: told for one, told in reads.items() if self._now(one) == told}
         self.unchecked = tuple(as_written(one) for one in reads if one not in checked)
         self._reads = {
@@ -254,31 +258,45 @@ def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
     )
 
 
-def _absent(guard: Any) -> Iterator[str]:
-    """Attributes that the trace looked for in an object and found in its class instead."""
-    if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT":
+def _asked(guard: Any) -> Iterator[str]:
+    """What the trace asked an object about its attributes: whether it has one, and whether one that
+    its class has is its own."""
+    if (question := _QUESTIONS.get(guard.guard_type)) is not None:
         made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
-        yield from getattr(made_by, "keywords", {}).values()
+        for name in getattr(made_by, "keywords", {}).values():
+            yield question.format(name, guard.name)
 
 
 def _told(value: Any) -> tuple[str, object]:
     if isinstance(value, _HOST):
         return f"a {type(value).__name__}", value
     if isinstance(value, torch.Tensor):
-        return "a tensor", (value.dtype, value.device, tuple(value.shape))
+        stride = value.stride() if value.layout is torch.strided else None
+        return "a tensor", (value.dtype, value.device, tuple(value.shape), stride)
     if isinstance(value, MethodType):
-        return "a method", (id(value.__self__), value.__func__)
+        return "a method", (id(value.__self__), _told(value.__func__))
+    if isinstance(value, FunctionType):
+        return "an object", (value, value.__code__)
     if isinstance(value, _BY_IDENTITY):
         return "an object", value
     if isinstance(value, dict):
         return type(value).__name__, tuple(map(str, value))
     if isinstance(value, set | frozenset):
         return type(value).__name__, frozenset(value)
+    if isinstance(value, tuple) and _is_constant(value):
+        # By its text too, in which 1, 1.0 and True differ.
+        return f"{type(value).__name__} {value!r}", value
     if isinstance(value, list | tuple | torch.nn.ModuleList):
         return type(value).__name__, len(value)
     if isinstance(value, torch.nn.Module):
-        return "an object of", (type(value), type(value).forward)
+        return "an object of", (type(value), _told(type(value).forward))
     return "an object of", type(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is one constant for torch, which looks at each item of other tuples itself."""
+    is_plain = isinstance(value, _HOST)
+    return is_plain or (isinstance(value, tuple) and all(map(_is_constant, value)))
 
 
 def as_written(expression: str) -> str:

@@ -27,6 +27,8 @@ class Stock:
     """
 
     needs_size_1 = False
+    is_audit_due = False
+    """Set by who finds something replaced; torch checks its guards at each call anyway."""
     is_opaque = True
     """A mode that observes makes torch run it uncompiled."""
     refused = staticmethod(torch_api.compiled_code_refused)

@@ -17,7 +17,7 @@ from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
 from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
 from graphrt.errors import CompileDuringCaptureError, ConfigError
-from graphrt.events import Observer
+from graphrt.events import Event, Invalidated, Observer
 from graphrt.graphs import break_point, frozen_heap
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
@@ -82,6 +82,18 @@ class CompiledPart:
         its kernels run differently under the mode that does."""
         device.guard_compiled_code(self._code.refused)
         return self._code.is_opaque and device.name == "cuda"
+
+    def hearing(self, observer: Observer | None) -> Observer:
+        """``observer``, of a library. What it finds replaced may be a constant of the trace, which
+        the next eager call compares."""
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Invalidated):
+                self._code.is_audit_due = True
+            if observer is not None:
+                observer(event)
+
+        return hear
 
     def install(self) -> None:
         """Let the part be called compiled."""

@@ -226,7 +226,7 @@ class Runtime:
             device,
             budget=GraphBudget(max_bytes=config.max_graph_bytes, max_graphs=config.max_graphs),
             stale_check=StaleCheck[config.stale_check.upper()],
-            observer=observer,
+            observer=observer if self._compiled is None else self._compiled.hearing(observer),
         )
         self.device = self.library.device
         try:
