@@ -596,6 +596,11 @@ class CUDAGraphRunner:
         caller has padded them. ``ubatch_slices``: where an eager run is cut, for a callable that
         cuts itself. Shapes, aliasing, errors: as ``run``.
         """
+        if type(decision) is not Decision or type(decision.mode) is not RuntimeMode:
+            expected = "what a dispatcher decided"
+            raise ConfigError(
+                "decision", expected=expected, found=shown_value(decision), do="pass it"
+            )
         mode, key, reason = decision
         # In variables: to call what an attribute of the object holds takes longer in place.
         has_grad, turn, look = is_grad_enabled(), self._turn, self._look
