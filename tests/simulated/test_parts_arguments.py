@@ -116,7 +116,7 @@ split = {**wrapped, "config": UBatchConfig()}
 
 
 def suspended(keep_programs: Any) -> None:
-    with GraphLibrary("simulated", pool=SimulatedDevice().new_pool().handle) as library:
+    with GraphLibrary("simulated") as library:
         library.suspend(keep_programs)
 
 
