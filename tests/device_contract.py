@@ -384,6 +384,22 @@ OUTCOMES: dict[str, tuple[str, Callable[[Operands], Any]]] = {
     "histogram": ("error", lambda t: torch.histogram(t.x, 4)),
     "quantile": ("ok", lambda t: torch.quantile(t.x, 0.25, dim=1)),
     "searchsorted": ("ok", lambda t: torch.searchsorted(t.x.sort(1).values, t.x)),
+    "searchsorted by a sorter": (
+        "refused",
+        lambda t: torch.searchsorted(t.x, t.x, sorter=t.x.argsort(1)),
+    ),
+    "median without NaN": ("refused", lambda t: torch.nanmedian(t.x)),
+    "median without NaN of rows": ("ok", lambda t: torch.nanmedian(t.x, 1)),
+    "segments of lengths": (
+        "refused",
+        lambda t: torch.segment_reduce(t.x, "sum", lengths=torch.ones_like(t.i)),
+    ),
+    "segments of lengths that nobody checks": (
+        "ok",
+        lambda t: torch.segment_reduce(t.x, "sum", lengths=torch.ones_like(t.i), unsafe=True),
+    ),
+    "a Python function of elements": ("error", lambda t: t.x.clone().apply_(lambda v: v + 1)),
+    "a Python function of pairs": ("error", lambda t: t.x.clone().map_(t.x, max)),
     "normal around device values": ("refused", lambda t: torch.normal(t.x, t.x.abs())),
     "equal": ("refused", lambda t: torch.equal(t.x, t.x + 1)),
     "allclose": ("refused", lambda t: torch.allclose(t.x, t.x)),

@@ -148,6 +148,11 @@ def test_split_wanted_from_the_threshold_on(
         (([8], 8, 1, 3), {"split_points": [5, 5]}),
         (([8], 8, 1, 3), {"split_points": [5]}),
         (([8], 8, 1, 2), {"split_points": [0]}),
+        (([8], 8, 1, 2**70), {}),
+        (([8], 2**70, 1, 2**70), {}),
+        (([8], 8, 2**70, 2), {}),
+        (([8], 8, 1, 2, 0), {}),
+        (([2.5, 2], 8, 2, 2), {}),
     ],
 )
 def test_slices_of_no_batch_are_an_error(args: Any, asked: Any) -> None:

@@ -12,11 +12,17 @@ import torch
 from graphrt import (
     BufferSet,
     BufferSpec,
+    CaptureOptions,
+    CUDAGraphOptions,
+    CUDAGraphRunner,
     CUDAGraphWrapper,
     CustomOp,
+    Decision,
     GraphBudget,
     GraphLibrary,
     OutputSpec,
+    Padding,
+    Reason,
     SimulatedDevice,
     Workspace,
     break_at,
@@ -24,7 +30,7 @@ from graphrt import (
 )
 from graphrt.config import UBatchConfig
 from graphrt.errors import ConfigError, GraphrtError, shown
-from graphrt.ubatch import UBatchWrapper
+from graphrt.ubatch import UBatchWrapper, make_slices
 from lab import FULL, KEY
 
 CPU = torch.device("cpu")
@@ -107,6 +113,23 @@ capture = in_a_library(capture_program)
 captured = {"owner": "o", "mode": FULL, "key": KEY, "fn": double, "args": (ROWS,)}
 wrapped = {"runnable": double, "runtime_mode": FULL}
 split = {**wrapped, "config": UBatchConfig()}
+
+
+def suspended(keep_programs: Any) -> None:
+    with GraphLibrary("simulated") as library:
+        library.suspend(keep_programs)
+
+
+def executed(decision: Any) -> None:
+    runner = CUDAGraphRunner(
+        double, inputs=[spec()], outputs=OutputSpec({"": "n"}), device="simulated", sizes={"n": [2]}
+    )
+    try:
+        runner.execute(decision, {"n": 2}, {"x": ROWS})
+    finally:
+        runner.close()
+
+
 PARTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     # What is called with each wrong value, and which of them are right for it, as shown.
     "BufferSet specs": (lambda v: buffers(specs=v, capacity={"n": 8}), ("[]", "{}")),
@@ -158,6 +181,28 @@ PARTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "UBatchWrapper outputs": (lambda v: wrap_split(**split, outputs=v), ("None",)),
     "key of a scope's step": (lambda v: step_of(key=v), ()),
     "break_at": (lambda v: break_at(v, names="a").__enter__(), ()),
+    "optional input": (lambda v: BufferSpec("x", (4,), torch.float32, optional=v), ("True",)),
+    "written input": (lambda v: BufferSpec("x", (4,), torch.float32, written=v), ("True",)),
+    "arbitrary padding": (lambda v: Padding.fill(0, arbitrary=v), ("True",)),
+    "arbitrary zeros": (lambda v: Padding.zero(arbitrary=v), ("True",)),
+    "weak_outputs": (lambda v: CaptureOptions(weak_outputs=v), ("True",)),
+    "debug_log_enable": (lambda v: CUDAGraphOptions(debug_log_enable=v), ("True",)),
+    "gc_disable": (lambda v: CUDAGraphOptions(gc_disable=v), ("True",)),
+    "weak_ref_output": (lambda v: CUDAGraphOptions(weak_ref_output=v), ("True",)),
+    "strict device": (lambda v: SimulatedDevice(strict=v), ("True",)),
+    "workspace_model": (lambda v: SimulatedDevice(workspace_model=v), ("True",)),
+    "keep_programs": (lambda v: suspended(v), ()),
+    "make_slices lengths": (lambda v: make_slices(v, 8, 2, 2), ("[]", "{}", "[5]", "{5: 5}")),
+    "make_slices tokens": (lambda v: make_slices([1, 1], v, 2, 2), ("3",)),
+    "make_slices requests": (lambda v: make_slices([4], 8, v, 2), ("3", "True")),
+    "make_slices number": (lambda v: make_slices([4, 4], 8, 2, v), ("3", "True")),
+    "make_slices query_len": (lambda v: make_slices([4, 4], 8, 2, 2, v), ("3", "True")),
+    "make_slices cuts": (
+        lambda v: make_slices([8], 8, 1, 2, split_points=v),
+        ("None", "[5]", "{5: 5}"),
+    ),
+    "decision": (lambda v: executed(v), ()),
+    "mode of a decision": (lambda v: executed(Decision(v, KEY, Reason.HIT)), ()),
     "CustomOp": (lambda v: CustomOp.register("twice_of_parts")(Twice)(v, "cpu"), ()),
 }
 

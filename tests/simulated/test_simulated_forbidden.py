@@ -285,6 +285,50 @@ def test_name_of_the_device_in_a_variable_is_no_host(device: SimulatedDevice) ->
     assert out.tolist() == [1.0, 1.0]
 
 
+def seed_in_a_fork() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(987654321)
+
+
+def test_refused_seed_is_told_at_its_line(device: SimulatedDevice) -> None:
+    x = torch.zeros(2)
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(device, device.new_pool(), lambda: (torch.rand_like(x), seed_in_a_fork()))
+    assert caught.value.source.startswith(f"{__file__}:")
+    assert "seed_in_a_fork" in caught.value.source
+
+
+@pytest.mark.parametrize("advance", [True, False])
+def test_declared_generator_seeded_in_a_recording_is_refused(
+    device: SimulatedDevice, advance: bool
+) -> None:
+    """Each call seeds it, so that eager calls draw the same numbers, and no replay would."""
+    x, generator = torch.zeros(2), torch.Generator().manual_seed(5 - advance)
+
+    def draw() -> torch.Tensor:
+        generator.manual_seed(4)
+        return torch.rand(2, generator=generator) + x
+
+    if advance:
+        draw()
+    with pytest.raises(ForbiddenOperationError) as caught:
+        record(device, device.new_pool(), draw, generators=(generator,))
+    assert "seed" in caught.value.operation
+
+
+def test_random_number_of_an_undeclared_generator_is_refused(device: SimulatedDevice) -> None:
+    x, generator = torch.ones(2, 3), torch.Generator()
+    for draw in (
+        lambda: torch.rand(2, generator=generator),
+        lambda: x.clone().normal_(generator=generator),
+        lambda: torch.multinomial(x, 1, generator=generator),
+    ):
+        with pytest.raises(ForbiddenOperationError) as caught:
+            record(device, device.new_pool(), draw)
+        assert "generators=" in caught.value.do
+        record(device, device.new_pool(), draw, generators=(generator,))
+
+
 @pytest.mark.parametrize(
     "seed",
     [
@@ -293,8 +337,9 @@ def test_name_of_the_device_in_a_variable_is_no_host(device: SimulatedDevice) ->
         torch.seed,
         lambda: torch.default_generator.manual_seed(987654321),
         lambda: manual_seed(987654321),
+        lambda: seed_in_a_fork(),
     ],
-    ids=["torch", "torch.random", "seed", "a method", "imported"],
+    ids=["torch", "torch.random", "seed", "a method", "imported", "put back"],
 )
 def test_seed_set_in_a_recording_is_refused(
     device: SimulatedDevice, seed: Callable[[], Any]

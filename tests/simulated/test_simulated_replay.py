@@ -263,7 +263,7 @@ def test_replays_draw_what_eager_draws_and_capture_nothing(
         eager = [leaves(draw()) for _ in range(3)]
     torch.set_rng_state(states[0])
     generator.set_state(states[1])
-    graph, result = record(device, device.new_pool(), draw, mode)
+    graph, result = record(device, device.new_pool(), draw, mode, generators=(generator,))
     assert graph.uses_rng
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(generator.get_state(), states[1])

@@ -272,6 +272,12 @@ def check_type(name: str, value: object, kind: Any, expected: str, do: str = "co
         raise _wrong(name, expected, shown(value), do)
 
 
+def check_flags(owner: str, **flags: object) -> None:
+    """Errors: ``ConfigError`` for one that is no bool: ``"no"`` would count as True."""
+    for name, value in flags.items():
+        check_type(f"{owner}: {name}", value, bool, "True or False")
+
+
 def checked_list(
     name: str, value: object, kind: Any, expected: str, do: str = "put it into a list"
 ) -> tuple[Any, ...]:

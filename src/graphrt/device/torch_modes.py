@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -194,10 +195,13 @@ class _ShownFunctions:
 
 
 def _overridable(original: Any) -> Any:
+    # Of torch.manual_seed Dynamo makes another function when it is imported.
+    own = unwrap(original)
+
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_torch_function_mode_enabled():
-            return handle_torch_function(original, (), *args, **kwargs)
+            return handle_torch_function(own, (), *args, **kwargs)
         return original(*args, **kwargs)
 
     return call

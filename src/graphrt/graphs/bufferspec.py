@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphrt.config.checked import check_choice, check_type
+from graphrt.config.checked import check_choice, check_flags, check_type
 from graphrt.errors import PaddingRequiredError, StaticBufferError, shown
 
 Box = tuple[int, ...]
@@ -43,6 +43,7 @@ class Padding:
     def __post_init__(self) -> None:
         check_choice("kind of padding", self.kind, ("keep", "zero", "fill", "fill_once"))
         check_type("value of a padding", self.value, float | int, "a number, or a bool")
+        check_flags("Padding", arbitrary=self.arbitrary)
 
     @classmethod
     def keep(cls) -> Padding:
@@ -115,6 +116,8 @@ class BufferSpec:
             "shape": (list | tuple, "a shape, such as ('tokens', 8)"),
             "dtype": (torch.dtype, "a torch.dtype"),
             "padding": (Padding | None, "a Padding, such as Padding.fill(0)"),
+            "optional": (bool, "True or False"),
+            "written": (bool, "True or False"),
         }
         for name, (kind, expected) in kinds.items():
             value = getattr(self, name)

@@ -23,6 +23,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.config.checked import (
     check_callable,
     check_count,
+    check_flags,
     check_hashable,
     check_type,
     checked_list,
@@ -661,6 +662,7 @@ class GraphLibrary:
         the runtime captures again after ``resume``.
         """
         self._require_usable()
+        check_flags("suspend", keep_programs=keep_programs)
         if keep_programs and not self._has_user_pool:
             raise ConfigError(
                 "suspend(keep_programs=True)",

@@ -11,7 +11,13 @@ from typing import Any, Literal
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.config.checked import check_choice, check_count, check_type, checked_list
+from graphrt.config.checked import (
+    check_choice,
+    check_count,
+    check_flags,
+    check_type,
+    checked_list,
+)
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError, NestedReplayError
@@ -84,6 +90,7 @@ class CaptureOptions:
         check_choice("checks", self.checks, ("all", "none"))
         check_choice("observe", self.observe, ("ends", "always", "never", None))
         check_count("warmups", self.warmups, least=0)
+        check_flags("CaptureOptions", weak_outputs=self.weak_outputs)
         resources = "a list of objects with a method prepare(key, step_info), and workspaces"
         add = "add the method; reserve, prepare_for_capture and freeze may be left out"
         for name, kind, expected, do in (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphrt.batch import BatchDescriptor, CUDAGraphMode, RuntimeMode
-from graphrt.config.checked import check_callable, check_type
+from graphrt.config.checked import check_callable, check_flags, check_type
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, shown
 from graphrt.graphs.capture import capture_program
@@ -36,6 +36,10 @@ class CUDAGraphOptions:
     debug_log_enable: bool = True
     gc_disable: bool = False
     weak_ref_output: bool = True
+
+    def __post_init__(self) -> None:
+        flags = ("debug_log_enable", "gc_disable", "weak_ref_output")
+        check_flags("CUDAGraphOptions", **{name: getattr(self, name) for name in flags})
 
 
 _COPY_PROTOCOL = frozenset(

@@ -596,7 +596,11 @@ class CUDAGraphRunner:
         caller has padded them. ``ubatch_slices``: where an eager run is cut, for a callable that
         cuts itself. Shapes, aliasing, errors: as ``run``.
         """
-        mode, key, reason = decision
+        try:
+            mode, key, reason = decision
+        except (TypeError, ValueError):
+            require_decision(decision)
+            raise
         # In variables: to call what an attribute of the object holds takes longer in place.
         has_grad, turn, look = is_grad_enabled(), self._turn, self._look
         is_refused = False
@@ -617,6 +621,7 @@ class CUDAGraphRunner:
                 set_grad_enabled(False)
             if mode is _EAGER:
                 self.require_open()
+                require_decision(decision)
                 self._misses.setdefault(reason, Misses()).add(sizes)
                 if self._comparisons.is_strict:
                     above = above_largest(sizes, self._keys.largest())
@@ -626,7 +631,10 @@ class CUDAGraphRunner:
                     return self._cut(decision, call)
                 return self._executor.eager(key, call)
             # By identity, as the dispatcher hands keys out: their hash is Python, and slow.
-            ready = self._ready[mode].get(id(key))
+            try:
+                ready = self._ready[mode].get(id(key))
+            except (KeyError, TypeError):  # No mode.
+                ready = None
             if ready is None:
                 ready = self._find_ready(decision)
             ready.entry.hits += 1

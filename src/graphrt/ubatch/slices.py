@@ -9,10 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from graphrt.batch import UBatchReason, ubatch_stride
 from graphrt.config import UBatchConfig
+from graphrt.config.checked import MOST_TOKENS
 from graphrt.errors import BatchError, shown
 
 
@@ -64,9 +66,20 @@ def make_slices(
     request of a uniform batch, else 1. ``split_points``: the first token of every slice but the
     first, in place of cuts at equal distances.
     Errors: ``BatchError`` for requests that do not fit the padded sizes, too few tokens to split,
-    or split points that leave a slice empty.
+    split points that leave a slice empty, and numbers that are no integers or too large.
     """
-    starts = [0, *accumulate(query_lens)]
+    # Checked first: there is a cut for each micro-batch.
+    counts: dict[str, Any] = {
+        "num_padded_tokens": num_padded_tokens,
+        "num_padded_reqs": num_padded_reqs,
+        "num_ubatches": num_ubatches,
+        "query_len": query_len,
+    }
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or not 1 <= int(value) <= MOST_TOKENS:
+            raise _wrong(name, f"an integer from 1 to {MOST_TOKENS}", shown(value))
+    starts = _ends("query_lens", query_lens)
+    _ends("split_points", () if split_points is None else split_points)
     num_reqs = len(query_lens)
     if min(query_lens, default=1) < 1:
         raise _wrong("query_lens", "at least 1 token for each request", str(min(query_lens)))
@@ -117,6 +130,18 @@ def slice_metadata(
     return SliceMetadata(
         own_loc, tuple(own_lens), longest or max_query_len, max(max_seq_len, *own_lens, 0)
     )
+
+
+def _ends(name: str, numbers: Any) -> list[int]:
+    """0, and the sums of the first, the first two... of ``numbers``."""
+    try:
+        ends: list[Any] = [0, *accumulate(numbers)] if hasattr(numbers, "__len__") else [None]
+    except TypeError:
+        ends = [None]
+    # A sum with one that is no integer is none.
+    if not isinstance(ends[-1], Integral):
+        raise _wrong(name, "a list of integers", shown(numbers))
+    return ends
 
 
 def _wrong(subject: str, expected: str, found: str) -> BatchError:

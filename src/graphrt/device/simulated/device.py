@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
-from graphrt.config.checked import check_choice
+from graphrt.config.checked import check_choice, check_flags
 from graphrt.device.base import DeviceLimits, Mark, MemoryReading, Pool, Stream
 from graphrt.device.simulated.graph import Faults, Shared
 from graphrt.device.simulated.memory import DeviceMemory, PoolMemory, SimulatedPool, without_modes
@@ -61,6 +61,7 @@ class SimulatedDevice:
         workspace_model: bool = False,
     ) -> None:
         check_choice("SimulatedDevice: poison", poison, ("recording", "always"))
+        check_flags("SimulatedDevice", strict=strict, workspace_model=workspace_model)
         self.faults = faults if faults is not None else Faults()
         self._memory = DeviceMemory(driver_bytes, max_graphs)
         self.shared = Shared(

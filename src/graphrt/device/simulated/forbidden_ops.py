@@ -99,6 +99,10 @@ _checks_host = _because(
     "or compute it outside the capture.",
 )
 _is_cpu_only = _because("it has no CUDA kernel", "use torch.histc with a range, or scatter_add_.")
+_runs_python = _because(
+    "it calls a Python function for each element, on the host only",
+    "write it in operators on the whole tensor.",
+)
 constant_tensor = _because(
     "its host values are read once, now, and every replay uses the same ones", _MADE_BEFORE
 )
@@ -176,6 +180,11 @@ RESEEDS = ForbiddenOp(
     "torch.manual_seed",
     "it changes the seed once, now, and no replay does",
     "seed before the capture, or between two replays.",
+)
+UNDECLARED = ForbiddenOp(
+    "a random number of a generator that the recording does not know",
+    "no replay would move that generator on",
+    "declare the generator where the library is made (generators=...).",
 )
 _PICKLING = _copies_object("Tensor.__reduce_ex__ (pickling, copy.copy)")
 
@@ -323,6 +332,22 @@ def _check_resize(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | N
     return None if needed <= tensor.untyped_storage().nbytes() else _rebinds(func._schema.name)
 
 
+def _check_sorter(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    if named.get("sorter") is None:
+        return None
+    return _checks_host(f"{func._schema.name} (with a sorter)")
+
+
+def _check_lengths(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    if named.get("lengths") is None or named.get("unsafe"):
+        return None
+    return _checks_host(f"{func._schema.name} (lengths that are checked: pass unsafe=True)")
+
+
+def _check_nanmedian(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    return None if "dim" in named else reads_host("aten::nanmedian (of all elements)")
+
+
 def _check_set(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     source = named.get("source")
     if isinstance(source, torch.Tensor):
@@ -346,6 +371,9 @@ _BY_ARGUMENTS: Mapping[str, Callable[[Operator, Kwargs, Is], ForbiddenOp | None]
         (_check_isin, ("isin",)),
         (_check_resize, ("resize_", "resize_as_")),
         (_check_set, ("set_",)),
+        (_check_sorter, ("searchsorted",)),
+        (_check_lengths, ("segment_reduce",)),
+        (_check_nanmedian, ("nanmedian",)),
     )
     for name in names
 }
@@ -456,6 +484,7 @@ def _check_new_tensor(args: Args, kwargs: Kwargs, is_host: Is) -> ForbiddenOp | 
 
 
 _TENSOR: Any = torch.Tensor
+_RUN_PYTHON = ("apply_", "map_", "map2_")
 _FUNCTIONS: Mapping[Any, Any] = {
     _TENSOR.item: reads_host("aten::_local_scalar_dense (.item())"),
     _TENSOR.__bool__: reads_host("aten::_local_scalar_dense (bool(tensor))"),
@@ -482,8 +511,9 @@ _FUNCTIONS: Mapping[Any, Any] = {
     torch.tensor: partial(_check_new, "torch.tensor"),
     torch.as_tensor: partial(_check_new, "torch.as_tensor"),
     torch.asarray: partial(_check_new, "torch.asarray"),
-    torch.manual_seed: RESEEDS,
-    torch.seed: RESEEDS,
+    torch.random.manual_seed: RESEEDS,
+    torch.random.seed: RESEEDS,
+    **{getattr(_TENSOR, name): _runs_python(f"Tensor.{name}") for name in _RUN_PYTHON},
 }
 
 SEEN_IN_RECORDINGS: Sequence[tuple[Any, str]] = (

@@ -24,6 +24,7 @@ from graphrt.device.simulated.forbidden_ops import (
     MAKES_HOST_TENSOR,
     RESEEDS,
     SEEN_IN_RECORDINGS,
+    UNDECLARED,
     Args,
     Kwargs,
     Operator,
@@ -80,7 +81,10 @@ class SimulatedRecording:
         shared = self._shared
         self._streams = RecordedStreams(self._label, stream)
         self._tensors = RecordedTensors(self._pool, shared)
-        self._seeds = [(one, one.initial_seed()) for one in (torch.default_generator, *generators)]
+        self._seed = torch.default_generator.initial_seed()
+        # Nothing draws from these now. From the other one the recorded code's host tensors may.
+        others = [one for one in generators if one is not torch.default_generator]
+        self._states = [(one, one.get_state()) for one in others]
         self._function: Any = None
         """The function of torch's that runs now, as Python called it."""
         self._first_error: BaseException | None = None
@@ -192,7 +196,9 @@ class SimulatedRecording:
         if self._first_error is not None:
             raise self._first_error
         self._shared.faults.check_end()
-        if any(generator.initial_seed() != seed for generator, seed in self._seeds):
+        if torch.default_generator.initial_seed() != self._seed or not all(
+            torch.equal(one.get_state(), state) for one, state in self._states
+        ):
             raise RESEEDS.error()
         self._streams.check_joined()
         if not self._calls and not allow_empty:
@@ -273,7 +279,9 @@ class SimulatedRecording:
             return self._tensors.allocated(described, stream, source)
         if traits.takes_workspace:
             self._take_workspace()
-        self._uses_rng |= traits.uses_rng
+        if traits.uses_rng:
+            self._check_generator(leaves((args, tuple(kwargs.values()))))
+            self._uses_rng = True
         # Replays call it without its Python frame, where torch names it so.
         call = getattr(func, "_op", func)
         written = traits.written
@@ -304,6 +312,13 @@ class SimulatedRecording:
         if is_written or not takes_numbers(func, args, kwargs, on_host):
             raise mixes_host(traits.name).error()
         return False
+
+    def _check_generator(self, given: list[Any]) -> None:
+        # By address: operators get other Python objects of the same generators.
+        drawn: list[Any] = [one for one in given if isinstance(one, torch.Generator)]
+        known: list[Any] = [torch.default_generator, *[one for one, _ in self._states]]
+        if not {one._cdata for one in drawn} <= {one._cdata for one in known}:
+            raise UNDECLARED.error()
 
     def _host_tensor(self, made: Any) -> Any:
         """``made`` of host values: host memory, of which replays only see what it holds now."""
