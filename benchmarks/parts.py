@@ -29,9 +29,10 @@ from benchmarks.baselines import hand_capture
 from benchmarks.cases import capture as g6, engine as g5
 from benchmarks.harness import CannotRunError, cuda_device, machine
 from benchmarks.models import DecodeStep, decode_step_of_06b
-from graphrt import Device, GraphLibrary, SimulatedDevice
-from graphrt.graphs import HostSnapshot, capture as capturing, gc_pause, recorder
-from graphrt.graphs.held import Reads
+from graphrt import Device, GraphLibrary, SimulatedDevice, gc_pause
+from graphrt.externals import HostSnapshot
+from graphrt.externals.held import Reads
+from graphrt.graphs import capture as capturing, recorder
 from graphrt.runner import comparisons, executor, jobs, runner
 from graphrt.verify import RunState, padding, replay
 from graphrt_llm import LLMEngine

@@ -62,8 +62,8 @@ from graphrt.errors import (
     UnkeyedValueError,
     VerificationError,
 )
+from graphrt.gc_pause import MOST_IMMORTAL, is_heap_frozen
 from graphrt.graphs import GraphSegment
-from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
 from lab import FULL, KEY, NONE, PIECEWISE, SIZES, Lab, Tally, rows_runner
 
 

@@ -37,7 +37,7 @@ from graphrt import (
     capture_all,
 )
 from graphrt.events import Captured, RanEager, Replayed
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from graphrt.runner import CaptureReport
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE

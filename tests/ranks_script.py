@@ -46,7 +46,7 @@ from graphrt import (
 )
 from graphrt.errors import GraphrtError
 from graphrt.events import Replayed
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from graphrt.parallel import (
     RankVote,
     Round,

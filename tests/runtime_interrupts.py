@@ -29,7 +29,7 @@ from graphrt import (
     break_point,
 )
 from graphrt.errors import DeviceReplayError
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import require_no_loss
 
 FULL, PIECEWISE, NONE = RuntimeMode.FULL, RuntimeMode.PIECEWISE, RuntimeMode.NONE

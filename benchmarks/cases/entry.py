@@ -46,7 +46,7 @@ from graphrt import (
     SimulatedDevice,
     resolve,
 )
-from graphrt.graphs import gc_paused
+from graphrt.gc_pause import gc_paused
 
 TOKENS, HIDDEN = 8, 64
 STARTS = 3

@@ -17,7 +17,7 @@ ABOVE_DEVICES = "src/graphrt/(?:graphs|runner|runtime)/"
 NO_LOGITS = "(?!.*(?:_llm|demo|engines))|.*/attention/"
 CALLERS = "tests|examples|benchmarks"
 # Classes have slots of their own, which `__slots__` declares.
-NO_CLASSES = "src/graphrt/(?!graphs/(?:host_snapshot|reachable|places))"
+NO_CLASSES = "src/graphrt/(?!externals/(?:host_snapshot|reachable|places))"
 
 
 class Word:

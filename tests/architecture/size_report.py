@@ -54,11 +54,14 @@ NEW = (
     *("compile/", "parallel/", "ubatch/"),
     *("runtime/ranks.py", "runtime/splitting.py", "runtime/compiling.py"),
 )
-STATE = tuple(
-    f"graphs/{name}.py" for name in ("reachable", "held", "host_snapshot", "watch", "writes")
+STATE = (
+    *(f"externals/{name}.py" for name in ("reachable", "held", "host_snapshot")),
+    *("graphs/watch.py", "graphs/writes.py"),
 )
-LOOKS = STATE + tuple(
-    f"graphs/{name}.py" for name in ("places", "code_names", "values", "environment")
+LOOKS = (
+    *STATE,
+    *(f"externals/{name}.py" for name in ("places", "code_names", "environment")),
+    "values.py",
 )
 VALUES = ("batch.py", "context.py", "interrupts.py", "config/", "report/")
 BY_KEY = re.compile(r"\b(Program|Entry|OwnerEntries|ReadyGraph|Reason|Unavailable)\b")

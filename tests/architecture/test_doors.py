@@ -34,12 +34,12 @@ DOORS = {
 
 # State of the process: one guarded object each, because every library in the process shares it.
 PROCESS_STATE = {
-    "gc.callbacks": ("graphs/gc_pause.py",),
-    "gc.disable": ("graphs/gc_pause.py",),
-    "gc.enable": ("graphs/gc_pause.py",),
-    "gc.freeze": ("graphs/gc_pause.py",),
-    "gc.set_threshold": ("graphs/gc_pause.py",),
-    "gc.unfreeze": ("graphs/gc_pause.py",),
+    "gc.callbacks": ("gc_pause.py",),
+    "gc.disable": ("gc_pause.py",),
+    "gc.enable": ("gc_pause.py",),
+    "gc.freeze": ("gc_pause.py",),
+    "gc.set_threshold": ("gc_pause.py",),
+    "gc.unfreeze": ("gc_pause.py",),
     "signal.signal": ("interrupts.py",),
     "torch.nn.modules.module.register_module_buffer_registration_hook": ("graphs/watch.py",),
     "torch.nn.modules.module.register_module_module_registration_hook": ("graphs/watch.py",),

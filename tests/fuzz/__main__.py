@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphrt.errors import ConfigError
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 
 from . import engine, runner
 from .common import Case, Counts, Problem, interruptible

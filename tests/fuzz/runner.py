@@ -38,7 +38,7 @@ from graphrt.errors import (
     StaleOutputError,
     VerificationError,
 )
-from graphrt.graphs.values import map_tensors, tensors_of
+from graphrt.values import map_tensors, tensors_of
 
 from .chains import (
     ALL_WRONG,

@@ -18,7 +18,7 @@ from device_contract import LARGE, Bench as RecordingBench
 from graphrt import BatchDescriptor, CaptureJob, GraphBudget, RuntimeMode, break_point, capture_all
 from graphrt.device.cuda import CUDADevice
 from graphrt.errors import DeviceReplayError
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import FULL, KEY, PIECEWISE, Lab
 
 BLOCK = 1024

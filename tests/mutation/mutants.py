@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "negative zero counts as zero",
-        GRAPHS + "values.py",
+        "graphrt/values.py",
         "return expected == found and math.copysign(1, expected) == math.copysign(1, found)",
         "return expected == found",
         STALE,
@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a dataclass has besides its fields is not compared",
-        GRAPHS + "values.py",
+        "graphrt/values.py",
         "names = _attribute_names(value)",
         "names = [field.name for field in dataclasses.fields(value)]",
         ARGUMENTS,
@@ -1135,7 +1135,7 @@ MUTANTS = [
     ),
     Mutant(
         "empty OrderedDict loses the name of an attribute",
-        GRAPHS + "host_snapshot.py",
+        "graphrt/externals/host_snapshot.py",
         "        if name is None and id(type(target))",
         "        if id(type(target))",
         STATE,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt.device.simulated import SimulatedDevice
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import Lab
 
 # Before their first import, or a failing case would not show its values.

@@ -31,7 +31,7 @@ from graphrt.errors import (
     UnkeyedValueError,
 )
 from graphrt.graphs.signature import Signature, generate_checker
-from graphrt.graphs.values import is_host, own_copy, same_host_value, tensors_of, walk
+from graphrt.values import is_host, own_copy, same_host_value, tensors_of, walk
 from lab import FULL, KEY, PIECEWISE, Lab
 
 Z = torch.tensor([1 + 2j, 3 - 1j])

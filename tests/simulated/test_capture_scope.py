@@ -35,7 +35,7 @@ from graphrt.errors import (
     TooManyFailuresError,
 )
 from graphrt.events import CaptureFailed
-from graphrt.graphs.gc_pause import is_heap_frozen
+from graphrt.gc_pause import is_heap_frozen
 from lab import FULL, KEY, NONE, PIECEWISE, Lab, Tally
 
 

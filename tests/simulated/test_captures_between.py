@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from graphrt import BatchDescriptor
-from graphrt.graphs import HostSnapshot, Watch
+from graphrt.externals import HostSnapshot
+from graphrt.graphs import Watch
 from lab import FULL, Lab, random_rows, rows_runner
 
 KEYS = [BatchDescriptor(size) for size in (4, 3, 2)]

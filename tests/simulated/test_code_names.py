@@ -13,8 +13,8 @@ from types import CodeType
 import pytest
 import torch
 
-from graphrt.graphs import code_names
-from graphrt.graphs.code_names import Names, names_in
+from graphrt.externals import code_names
+from graphrt.externals.code_names import Names, names_in
 
 MODULES = (argparse, inspect, json.decoder, textwrap, torch.nn.modules.module, torch.nn.init)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from graphrt.graphs.held import Reads
-from graphrt.graphs.unwatched import Unwatched
+from graphrt.externals.held import Reads
+from graphrt.externals.unwatched import Unwatched
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("[0-9]*.py"))
 

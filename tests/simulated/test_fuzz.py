@@ -9,7 +9,7 @@ import pytest
 from fuzz import engine, runner
 from fuzz.__main__ import FAMILIES, main, search, shrink
 from fuzz.common import Counts, Problem, interruptible
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 
 
 @pytest.fixture(autouse=True)

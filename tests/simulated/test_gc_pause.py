@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphrt.graphs import frozen_heap, gc_paused
-from graphrt.graphs.gc_pause import is_heap_frozen
+from graphrt.gc_pause import frozen_heap, gc_paused, is_heap_frozen
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from graphrt.errors import (
     StateAdvancedError,
 )
 from graphrt.events import Invalidated
-from graphrt.graphs.held import modules_of
+from graphrt.externals.held import modules_of
 from lab import FULL, KEY, PIECEWISE, Lab
 
 

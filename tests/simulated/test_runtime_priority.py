@@ -24,7 +24,7 @@ from graphrt.errors import (
     VerificationError,
 )
 from graphrt.events import Captured, CaptureFailed, KeysChanged, Retired, Verified
-from graphrt.graphs.gc_pause import MOST_IMMORTAL, is_heap_frozen
+from graphrt.gc_pause import MOST_IMMORTAL, is_heap_frozen
 from lab import (
     FULL,
     NONE,

@@ -48,7 +48,7 @@ from graphrt.errors import (
     StateAdvancedError,
     VerificationError,
 )
-from graphrt.graphs import HostSnapshot, host_snapshot
+from graphrt.externals import HostSnapshot, host_snapshot
 from lab import FULL, KEY, NONE, PIECEWISE, Lab, rows_runner
 
 HERE = "test_state_complete.py:"

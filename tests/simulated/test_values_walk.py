@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from graphrt.graphs.values import (
+from graphrt.values import (
     as_bits,
     map_tensors,
     own_copy,

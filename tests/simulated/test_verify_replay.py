@@ -14,7 +14,7 @@ from graphrt import TensorStateGuard
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import VerificationError
 from graphrt.events import Event, Verified
-from graphrt.graphs import HostSnapshot
+from graphrt.externals import HostSnapshot
 from graphrt.verify import (
     RunState,
     Verification,

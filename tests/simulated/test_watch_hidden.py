@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from graphrt import Reason
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 SETTINGS = {"scale": 2.0}

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from graphrt import BufferSpec, Padding, Reason
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from graphrt import Reason
-from graphrt.graphs import frozen_heap
-from graphrt.graphs.places import contents_of, part_of
+from graphrt.externals.places import contents_of, part_of
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 

@@ -46,8 +46,8 @@ from graphrt import (
 )
 from graphrt.errors import InvalidProgramError, MissError, VerificationError
 from graphrt.events import Invalidated
-from graphrt.graphs import frozen_heap
-from graphrt.graphs.reachable import Walk
+from graphrt.externals.reachable import Walk
+from graphrt.gc_pause import frozen_heap
 from lab import KEY, Lab
 
 FULL = RuntimeMode.FULL

@@ -12,7 +12,7 @@ import torch
 from test_watch_later import require_hit, require_noticed, rounds
 
 from graphrt import Reason
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 

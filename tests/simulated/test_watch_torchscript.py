@@ -10,7 +10,7 @@ import torch
 
 from graphrt import Reason
 from graphrt.errors import VerificationError
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

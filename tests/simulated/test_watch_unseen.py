@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from graphrt import BufferSpec, CUDAGraphRunner, OutputSpec, Padding, Reason, break_point
-from graphrt.graphs import frozen_heap
+from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
 
 load_array, variable_of = np.load, os.getenv

@@ -25,14 +25,6 @@ from graphrt.graphs.catalog import (
     TimedPhase as TimedPhase,
     too_many_failures as too_many_failures,
 )
-from graphrt.graphs.environment import (
-    autocast_dtype as autocast_dtype,
-    autocast_error as autocast_error,
-    require_no_grad as require_no_grad,
-)
-from graphrt.graphs.gc_pause import frozen_heap as frozen_heap, gc_paused as gc_paused
-from graphrt.graphs.held import ExternalsReport as ExternalsReport
-from graphrt.graphs.host_snapshot import HostSnapshot as HostSnapshot
 from graphrt.graphs.library import GraphBudget as GraphBudget, GraphLibrary as GraphLibrary
 from graphrt.graphs.outputs import OutputSpec as OutputSpec
 from graphrt.graphs.program import (
@@ -51,7 +43,6 @@ from graphrt.graphs.resources import (
 )
 from graphrt.graphs.scope import CaptureOptions as CaptureOptions, CaptureScope as CaptureScope
 from graphrt.graphs.signature import StaleCheck as StaleCheck
-from graphrt.graphs.unwatched import Unwatched as Unwatched
 from graphrt.graphs.watch import Watch as Watch, WatchMode as WatchMode
 from graphrt.graphs.wrapper import (
     CUDAGraphOptions as CUDAGraphOptions,

@@ -26,19 +26,19 @@ from graphrt.errors import (
     StateAdvancedError,
 )
 from graphrt.events import Captured
-from graphrt.graphs.environment import autocast_dtype, require_no_grad, require_stream
-from graphrt.graphs.held import HeldTensor, Reads, bytes_of, find_holder, find_path
-from graphrt.graphs.host_snapshot import HostSnapshot
+from graphrt.externals.environment import autocast_dtype, require_no_grad, require_stream
+from graphrt.externals.held import HeldTensor, Reads, bytes_of, find_holder, find_path
+from graphrt.externals.host_snapshot import HostSnapshot
+from graphrt.externals.places import Place
+from graphrt.externals.reachable import Reach, reach
 from graphrt.graphs.library import Generation, GraphLibrary
-from graphrt.graphs.places import Place
 from graphrt.graphs.program import GraphMemory, Program
-from graphrt.graphs.reachable import Reach, reach
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CALL_INNER, CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
-from graphrt.graphs.values import parameters_of, storage_start, tensors_of
 from graphrt.graphs.writes import Write, observed_writes, storage_of
+from graphrt.values import parameters_of, storage_start, tensors_of
 
 
 def capture_program(

@@ -46,10 +46,10 @@ from graphrt.errors import (
     with_notes,
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
+from graphrt.externals.held import ExternalsReport, Lookup
+from graphrt.gc_pause import gc_paused
 from graphrt.graphs.buffers import BufferSet
 from graphrt.graphs.catalog import Catalog, Entry, OwnerEntries, Programs
-from graphrt.graphs.gc_pause import gc_paused
-from graphrt.graphs.held import ExternalsReport, Lookup
 from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import Program
 from graphrt.graphs.resources import Resource, Workspace, optional_methods

@@ -19,7 +19,7 @@ from graphrt.errors import ConfigError, InputMismatchError, StaleOutputError, sh
 from graphrt.graphs.buffers import Sizes, whole_number
 from graphrt.graphs.bufferspec import remember
 from graphrt.graphs.program import Program
-from graphrt.graphs.values import (
+from graphrt.values import (
     Node,
     Path,
     dotted,

@@ -26,13 +26,13 @@ from graphrt.errors import (
     StreamRaceError,
     UnkeyedValueError,
 )
+from graphrt.externals.held import HeldTensor, Lookup, Reads
+from graphrt.externals.places import Place
+from graphrt.externals.unwatched import Unwatched
 from graphrt.graphs.generated import make_function
-from graphrt.graphs.held import HeldTensor, Lookup, Reads
 from graphrt.graphs.nesting import ReplayInProgress
-from graphrt.graphs.places import Place
 from graphrt.graphs.signature import Checker, InputLeaf, Signature, StaleCheck, generate_checker
-from graphrt.graphs.unwatched import Unwatched
-from graphrt.graphs.values import (
+from graphrt.values import (
     Path,
     bytes_of,
     format_path,

@@ -20,7 +20,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.device.base import Device, DeviceGraph, Pool, Recording, Stream
 from graphrt.device.torch_modes import with_bits_of
 from graphrt.errors import BreakError, CaptureError, EmptyCaptureError
-from graphrt.graphs.held import HeldTensor, Reads, TensorRef, modules_of
+from graphrt.externals.held import HeldTensor, Reads, TensorRef, modules_of
 from graphrt.graphs.nesting import ReplayInProgress
 from graphrt.graphs.program import (
     EagerSegment,
@@ -32,7 +32,9 @@ from graphrt.graphs.program import (
     subclass_of,
 )
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.values import (
+from graphrt.graphs.writes import Write, observed_writes, whole_of
+from graphrt.source import traceback_source
+from graphrt.values import (
     bytes_of,
     format_call_path,
     is_host,
@@ -43,8 +45,6 @@ from graphrt.graphs.values import (
     tensors_of,
     walk_call,
 )
-from graphrt.graphs.writes import Write, observed_writes, whole_of
-from graphrt.source import traceback_source
 
 _ALIGNMENT = 16
 """Bytes of the largest element."""

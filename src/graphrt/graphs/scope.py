@@ -21,8 +21,8 @@ from graphrt.config.checked import (
 from graphrt.context import CaptureContext, ForwardContext
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError, NestedReplayError
-from graphrt.graphs.environment import CaptureEnvironment
-from graphrt.graphs.host_snapshot import HostSnapshot
+from graphrt.externals.environment import CaptureEnvironment
+from graphrt.externals.host_snapshot import HostSnapshot
 from graphrt.graphs.program import Program
 from graphrt.graphs.recorder import ProgramRecorder
 from graphrt.graphs.resources import Resource, StateGuard, Workspace

@@ -17,7 +17,7 @@ import torch
 
 from graphrt.errors import StaleInputError, UnkeyedValueError
 from graphrt.graphs.generated import make_function
-from graphrt.graphs.values import (
+from graphrt.values import (
     Kind,
     Node,
     Path,

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules import module as torch_module
 
-from graphrt.graphs.gc_pause import gc_paused
-from graphrt.graphs.held import HeldTensor, Probe, probes_of
-from graphrt.graphs.places import Place, read_member
+from graphrt.externals.held import HeldTensor, Probe, probes_of
+from graphrt.externals.places import Place, read_member
+from graphrt.gc_pause import gc_paused
 from graphrt.graphs.program import Program
 
 # Fields of four ``Probe``s in one plain tuple, without their items: to take out an object that no

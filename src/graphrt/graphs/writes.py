@@ -22,8 +22,8 @@ from graphrt.device.torch_modes import (
     wait_for_pinned,
 )
 from graphrt.graphs.buffers import is_staging
-from graphrt.graphs.values import storage_start, tensors_of
 from graphrt.source import caller_source
+from graphrt.values import storage_start, tensors_of
 
 MAX_KEPT_BYTES = 256 << 20
 """A state that is larger, and that nobody declared, would leave too little for the captures."""

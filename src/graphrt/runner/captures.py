@@ -14,7 +14,8 @@ import torch
 from graphrt.batch import BatchDescriptor, Reason
 from graphrt.errors import CaptureInProgressError
 from graphrt.events import CaptureBegan, CaptureEnded, MemoryTaken
-from graphrt.graphs import Entry, GraphLibrary, HostSnapshot, too_many_failures
+from graphrt.externals import HostSnapshot
+from graphrt.graphs import Entry, GraphLibrary, too_many_failures
 from graphrt.interrupts import interrupted_between_steps
 from graphrt.report import Progress
 from graphrt.runner.comparisons import Comparisons

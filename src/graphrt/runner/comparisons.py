@@ -17,9 +17,15 @@ import torch
 from graphrt.batch import REQUESTS, TOKENS, BatchDescriptor, RuntimeMode
 from graphrt.errors import GraphrtError, VerificationError, noting
 from graphrt.events import Observer
-from graphrt.graphs import BoundBuffers, Entry, GraphLibrary, HostSnapshot, StateGuard
+from graphrt.externals import HostSnapshot
+from graphrt.graphs import BoundBuffers, Entry, GraphLibrary, StateGuard
 from graphrt.graphs.capture import guarded_storages
-from graphrt.graphs.values import (
+from graphrt.graphs.writes import storage_of
+from graphrt.parallel import Lockstep
+from graphrt.runner.examples import Sizes, Values, of_example
+from graphrt.runner.executor import Call, Executor, ReadyGraph
+from graphrt.runner.keys import batch_key
+from graphrt.values import (
     bytes_of,
     dotted,
     format_path,
@@ -28,11 +34,6 @@ from graphrt.graphs.values import (
     tensors_of,
     walk,
 )
-from graphrt.graphs.writes import storage_of
-from graphrt.parallel import Lockstep
-from graphrt.runner.examples import Sizes, Values, of_example
-from graphrt.runner.executor import Call, Executor, ReadyGraph
-from graphrt.runner.keys import batch_key
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     Comparison,

@@ -13,6 +13,7 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
 from graphrt.errors import InputMismatchError, UnkeyedValueError
+from graphrt.externals import autocast_dtype, autocast_error
 from graphrt.graphs import (
     BoundBuffers,
     BufferSet,
@@ -23,20 +24,8 @@ from graphrt.graphs import (
     OutputSpec,
     Program,
     StaleCheck,
-    autocast_dtype,
-    autocast_error,
 )
 from graphrt.graphs.buffers import require_tensor
-from graphrt.graphs.values import (
-    kept_host_value,
-    map_leaves,
-    map_tensors,
-    own_copy,
-    same_host_value,
-    storage_start,
-    tensors_of,
-    walk,
-)
 from graphrt.runner.examples import (
     Example,
     Examples,
@@ -55,6 +44,16 @@ from graphrt.runner.keys import (
     check_specs,
     check_written_rows,
     make_key,
+)
+from graphrt.values import (
+    kept_host_value,
+    map_leaves,
+    map_tensors,
+    own_copy,
+    same_host_value,
+    storage_start,
+    tensors_of,
+    walk,
 )
 
 Inputs = Sequence[BufferSpec] | Callable[[BatchDescriptor], Sequence[BufferSpec]]

@@ -18,24 +18,23 @@ from graphrt.batch import BatchDescriptor, Reason, RuntimeMode
 from graphrt.config.checked import check_callable, check_type, checked_list
 from graphrt.context import ForwardContext
 from graphrt.errors import ConfigError, EmptyCaptureError, RankError, noting
+from graphrt.externals import HostSnapshot, require_no_grad
 from graphrt.graphs import (
     CaptureOptions,
     CaptureScope,
     CUDAGraphWrapper,
     Entry,
     GraphLibrary,
-    HostSnapshot,
     Program,
     TimedPhase,
     capture_program,
     keep_undeclared,
     optional_methods,
-    require_no_grad,
 )
-from graphrt.graphs.values import own_copy
 from graphrt.graphs.writes import KeptTensors, keeping_writes
 from graphrt.runner.comparisons import overwritten, wait_for
 from graphrt.ubatch import UBatchWrapper
+from graphrt.values import own_copy
 from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     check_replay,

@@ -10,7 +10,8 @@ from graphrt.batch import BatchDescriptor, Decision, Reason, RuntimeMode
 from graphrt.dispatch import BucketKey
 from graphrt.errors import GraphrtError, text_of, with_notes
 from graphrt.events import MemoryTaken
-from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase, Unwatched
+from graphrt.externals import Unwatched
+from graphrt.graphs import Entry, GraphLibrary, GraphMemory, Key, Program, TimedPhase
 from graphrt.report import Metrics, StepCounts, TextRow, TextTable, size_text, time_text
 from graphrt.verify import advice, explain
 

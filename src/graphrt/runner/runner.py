@@ -48,10 +48,12 @@ from graphrt.events import (
     Replayed,
     Withdrawn,
 )
+from graphrt.externals import ExternalsReport
+from graphrt.externals.held import bytes_of
+from graphrt.gc_pause import frozen_heap
 from graphrt.graphs import (
     BufferSpec,
     CaptureOptions,
-    ExternalsReport,
     GraphLibrary,
     Key,
     OutputSpec,
@@ -60,10 +62,8 @@ from graphrt.graphs import (
     Watch,
     WatchMode,
     Workspace,
-    frozen_heap,
 )
 from graphrt.graphs.buffers import require_tensor
-from graphrt.graphs.held import bytes_of
 from graphrt.graphs.library import copy_error
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown

@@ -18,7 +18,8 @@ from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
 from graphrt.errors import CompileDuringCaptureError, ConfigError
 from graphrt.events import Event, Invalidated, Observer
-from graphrt.graphs import break_point, frozen_heap
+from graphrt.gc_pause import frozen_heap
+from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
 from graphrt.runner.executor import Inputs

@@ -47,9 +47,10 @@ from graphrt.errors import (
     shown,
 )
 from graphrt.events import Observer, RanEager, Replayed
+from graphrt.externals import ExternalsReport
+from graphrt.gc_pause import gc_paused
 from graphrt.graphs import (
     BufferSpec,
-    ExternalsReport,
     GraphBudget,
     GraphLibrary,
     Key,
@@ -57,7 +58,6 @@ from graphrt.graphs import (
     Resource,
     StaleCheck,
     StateGuard,
-    gc_paused,
 )
 from graphrt.graphs.library import copy_error
 from graphrt.parallel import Exchange, Lockstep, SettledStep

@@ -18,10 +18,10 @@ from graphrt.context import CaptureContext, ForwardContext, current_forward_cont
 from graphrt.device.base import Device, Stream
 from graphrt.errors import ConfigError, ContextError, InputNotSliceableError, OutputsDifferError
 from graphrt.graphs import OutputSpec
-from graphrt.graphs.values import dotted, map_leaves, parameters_of, tensors_of, walk
 from graphrt.ubatch.baton import Worker, WorkerCrew
 from graphrt.ubatch.communication import MicroBatch
 from graphrt.ubatch.slices import UBatchSlice, make_slices
+from graphrt.values import dotted, map_leaves, parameters_of, tensors_of, walk
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from graphrt.config.checked import check_number, check_type
 from graphrt.errors import shown
-from graphrt.graphs.values import Node, as_bits, dotted, format_path, same_host_value, walk
+from graphrt.values import Node, as_bits, dotted, format_path, same_host_value, walk
 
 _MAX_SHOWN = 4
 

@@ -14,10 +14,10 @@ from typing import Any
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import GraphrtError, StateAdvancedError, VerificationError, noting
 from graphrt.events import Observer, Verified
-from graphrt.graphs.held import find_holder
-from graphrt.graphs.host_snapshot import HostSnapshot
-from graphrt.graphs.values import own_copy
+from graphrt.externals.held import find_holder
+from graphrt.externals.host_snapshot import HostSnapshot
 from graphrt.graphs.writes import Write, observed_writes, storage_of
+from graphrt.values import own_copy
 from graphrt.verify.compare import Comparison, compare
 from graphrt.verify.padding import IN_FLOAT32, UNPADDED_TOLERANCE, Float32Seen, compare_within
 from graphrt.verify.replay import warn_unverified

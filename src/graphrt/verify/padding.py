@@ -18,10 +18,10 @@ from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.device.torch_modes import LookingMode, is_for_parts
 from graphrt.errors import VerificationError
 from graphrt.events import Observer, PaddingVerified
+from graphrt.externals.host_snapshot import HostSnapshot
 from graphrt.graphs.buffers import BoundBuffers, Sizes
-from graphrt.graphs.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.values import dotted, format_path, own_copy, tensors_of, walk
+from graphrt.values import dotted, format_path, own_copy, tensors_of, walk
 from graphrt.verify.compare import Comparison, compare, largest_of
 from graphrt.verify.rounding import RoundedOtherwise, Rounding
 from graphrt.verify.run_state import VARYING, RunResult, RunState, restored

@@ -17,11 +17,11 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.errors import GraphrtError, UnverifiedWarning, VerificationError
 from graphrt.events import Observer, Verified
-from graphrt.graphs.held import modules_of
-from graphrt.graphs.host_snapshot import HostSnapshot
+from graphrt.externals.held import modules_of
+from graphrt.externals.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard
-from graphrt.graphs.values import Node, dotted, own_copy, walk
 from graphrt.graphs.writes import first_source
+from graphrt.values import Node, dotted, own_copy, walk
 from graphrt.verify.compare import Comparison, compare, largest_of
 from graphrt.verify.run_state import VARYING, RunState, restored
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.device.torch_modes import LookingMode, is_for_parts
-from graphrt.graphs.values import storage_start, tensors_of
+from graphrt.values import storage_start, tensors_of
 from graphrt.verify.compare import Comparison
 
 _MARGIN = 4.0

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.errors import StateAdvancedError
-from graphrt.graphs.held import find_holder
-from graphrt.graphs.host_snapshot import HostSnapshot
+from graphrt.externals.held import find_holder
+from graphrt.externals.host_snapshot import HostSnapshot
 from graphrt.graphs.resources import StateGuard, TensorStateGuard
-from graphrt.graphs.values import as_bits, bytes_of, own_copy
+from graphrt.values import as_bits, bytes_of, own_copy
 from graphrt.verify.compare import Comparison, compare
 
 _POISON, _LAST_POISON = 0xC1, 0x5E

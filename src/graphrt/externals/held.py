@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
-from graphrt.graphs.places import (
+from graphrt.externals.places import (
     MISSING,
     REGISTERS,
     Place,
@@ -44,9 +44,9 @@ from graphrt.graphs.places import (
     parts_of_partial,
     read_member,
 )
-from graphrt.graphs.reachable import Reach, reach
-from graphrt.graphs.unwatched import Unwatched
-from graphrt.graphs.values import same_host_value, walk
+from graphrt.externals.reachable import Reach, reach
+from graphrt.externals.unwatched import Unwatched
+from graphrt.values import same_host_value, walk
 
 _FACTS = ("length", "is_filled", "contents", "keys", "entries")
 """Kinds of places that tell something of their owner, at which nothing stands."""

@@ -60,9 +60,9 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictiona
 import torch
 
 from graphrt.config.environment import environment_entries
-from graphrt.graphs.code_names import Names, names_in
-from graphrt.graphs.environment import FLAGS
-from graphrt.graphs.places import (
+from graphrt.externals.code_names import Names, names_in
+from graphrt.externals.environment import FLAGS
+from graphrt.externals.places import (
     MAX_ITEMS,
     MISSING,
     ODD,
@@ -101,7 +101,7 @@ from graphrt.graphs.places import (
     text_of_key,
     viewed_by,
 )
-from graphrt.graphs.unwatched import (
+from graphrt.externals.unwatched import (
     ASKED_OF_LOGGERS,
     ELSEWHERE,
     FACTS_OF_TENSORS,
@@ -112,8 +112,8 @@ from graphrt.graphs.unwatched import (
     points_elsewhere,
     why_unread,
 )
-from graphrt.graphs.values import parameters_of
 from graphrt.source import Source, is_user_file
+from graphrt.values import parameters_of
 
 MAX_OBJECTS = 200_000
 """A walk ends after so many objects."""

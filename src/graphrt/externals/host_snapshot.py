@@ -32,8 +32,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphrt.errors import ConfigError, VerificationError
-from graphrt.graphs.gc_pause import gc_paused
-from graphrt.graphs.places import (
+from graphrt.externals.places import (
     CDATA,
     MISSING,
     Place,
@@ -57,8 +56,9 @@ from graphrt.graphs.places import (
     same_bytes,
     viewed_by,
 )
-from graphrt.graphs.reachable import Reach, Walk, reach
-from graphrt.graphs.values import same_host_value, tensors_of
+from graphrt.externals.reachable import Reach, Walk, reach
+from graphrt.gc_pause import gc_paused
+from graphrt.values import same_host_value, tensors_of
 
 # The containers of a module that hold its parts, and the hooks of its calls: a model that registers
 # hooks in its first run, and notes that it has, must not be without the note alone.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from graphrt.graphs.places import is_foreign, module_of
+from graphrt.externals.places import is_foreign, module_of
 from graphrt.source import Source
 
 

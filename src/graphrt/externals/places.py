@@ -27,7 +27,7 @@ from weakref import ReferenceType
 
 import torch
 
-from graphrt.graphs.values import HOST_TYPES, same_host_value
+from graphrt.values import HOST_TYPES, same_host_value
 
 PlaceKind = Literal[
     "attribute",
