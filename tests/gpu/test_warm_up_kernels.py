@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._inductor import config as inductor_config
 
 from graphrt import Device
 from graphrt.errors import CaptureError, EnvironmentMismatchError, ForbiddenOperationError
@@ -32,10 +33,11 @@ def cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Empty compiler caches, in memory and on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    # In this process: workers would outlive the test.
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     torch.compiler.reset()
-    yield
+    # In this process: workers would outlive the test. By torch's own patch, because monkeypatch
+    # deletes what it finds in no ``__dict__``, and such a module then has the option no more.
+    with inductor_config.patch(compile_threads=1):
+        yield
     torch.compiler.reset()
 
 

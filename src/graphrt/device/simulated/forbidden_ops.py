@@ -344,10 +344,6 @@ def _check_lengths(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | 
     return _checks_host(f"{func._schema.name} (lengths that are checked: pass unsafe=True)")
 
 
-def _check_nanmedian(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
-    return None if "dim" in named else reads_host("aten::nanmedian (of all elements)")
-
-
 def _check_set(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     source = named.get("source")
     if isinstance(source, torch.Tensor):
@@ -373,7 +369,6 @@ _BY_ARGUMENTS: Mapping[str, Callable[[Operator, Kwargs, Is], ForbiddenOp | None]
         (_check_set, ("set_",)),
         (_check_sorter, ("searchsorted",)),
         (_check_lengths, ("segment_reduce",)),
-        (_check_nanmedian, ("nanmedian",)),
     )
     for name in names
 }
