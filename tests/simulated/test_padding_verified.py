@@ -628,9 +628,9 @@ def test_random_model_is_admitted():
     with make(lambda x: torch.nn.functional.dropout(x, 0.5), mode="PIECEWISE") as runtime:
         assert len(runtime.capture().graphs) == 2
     own = torch.Generator().manual_seed(3)
-    with make(lambda x: x + torch.rand(x.shape, generator=own)) as runtime:
-        with pytest.raises(ForbiddenOperationError) as refusal:
-            runtime.capture()
+    drawing = make(lambda x: x + torch.rand(x.shape, generator=own))
+    with drawing as runtime, pytest.raises(ForbiddenOperationError) as refusal:
+        runtime.capture()
     assert "generator" in refusal.value.do
 
 
