@@ -795,10 +795,11 @@ class Lookup:
             if item not in is_moved:
                 is_moved[item] = item.has_moved()
         moved = [item.name for item in tensors if is_moved[item]]
-        if id(values) not in self._values:
-            of_values = [place.path for place in values if place.has_moved()]
-            self._values[id(values)] = values, of_values
-        moved += self._values[id(values)][1]
+        known = self._values.get(id(values))
+        if known is None:
+            found = [place.path for place in values if place.has_moved()]
+            known = self._values[id(values)] = values, found
+        moved += known[1]
         return Found(list(dict.fromkeys(moved)), reads, tensors, values)
 
 
