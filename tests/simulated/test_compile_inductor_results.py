@@ -194,13 +194,41 @@ def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch)
     assert fails.call_count == 1
 
 
+class Kernel(SimpleNamespace):
+    """As far as Inductor's tuning is asked for."""
+
+    def bench(self, launcher, *, device):
+        return launcher, device, torch_api.benchmarker.L2_cache_size
+
+
+def test_kernels_to_tune_are_timed_while_the_gpu_is_still_busy(monkeypatch):
+    """Filling 60 MB takes less time than a launch: kernels of 5 us seemed to take 20."""
+    timing = SimpleNamespace(L2_cache_size=60)
+    monkeypatch.setattr(torch_api, "benchmarker", timing)
+    kernel = Kernel(autotune_cache_info={"autotune_cache_state": "miss"})
+    monkeypatch.setattr(codecache.PyCodeCache, "modules", [SimpleNamespace(kernel=kernel)])
+    sizes = []
+    monkeypatch.setattr(
+        torch._inductor,
+        "standalone_compile",
+        lambda *args, **options: sizes.append(timing.L2_cache_size),
+    )
+    torch_api.compile_by_inductor(None, [], {}, "1")
+    assert kernel.bench("launcher", device="cuda")[2] == 60, "it is not tuned"
+    for _ in range(2):
+        torch_api.compile_by_inductor(None, [], {"coordinate_descent_tuning": True}, "1")
+        assert kernel.bench("launcher", device="cuda") == ("launcher", "cuda", 2**28)
+    assert sizes == [60, 2**28, 2**28]
+    assert timing.L2_cache_size == 60
+
+
 def test_kernels_that_were_found_tuned_are_marked(monkeypatch):
     """Triton forgets the mark where Inductor's workers pickle a kernel."""
 
     def kernel(state):
         result = SimpleNamespace(config=SimpleNamespace())
         info = {"autotune_cache_state": state}
-        return SimpleNamespace(autotune_cache_info=info, compile_results=[result])
+        return Kernel(autotune_cache_info=info, compile_results=[result])
 
     found, searched = kernel("hit"), kernel("miss")
     modules = [SimpleNamespace(found=found, searched=searched, code="text")]
