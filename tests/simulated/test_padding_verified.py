@@ -620,26 +620,111 @@ def test_sum_in_scratch_is_put_back_before_causes_are_looked_for():
     assert small[1:].eq(0).all()
 
 
-def test_random_model_is_admitted():
-    with make(lambda x: x + torch.rand_like(x)) as runtime:
+def bernoulli_of(x):
+    return x * torch.empty_like(x).bernoulli_(torch.sigmoid(x)) + torch.bernoulli(torch.sigmoid(x))
+
+
+def chosen(x):
+    probabilities = torch.softmax(x, -1)
+    again = torch.multinomial(probabilities, 4, replacement=True)
+    return torch.cat([torch.multinomial(probabilities, 2), again], -1)
+
+
+RANDOM = {
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "by columns": lambda x: x + torch.rand(x.shape[1], x.shape[0]).T,
+    "of all rows": lambda x: x[:, torch.randperm(3)] * torch.randn(3),
+    "integers": lambda x: x + torch.randint(2, 9, (len(x), 1)),
+    "in place": lambda x: x + torch.empty_like(x).exponential_() * torch.empty_like(x).normal_(),
+    "normal": lambda x: torch.normal(x, 2.0) * torch.randn_like(x),
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "dropout of channels": lambda x: torch.nn.functional.dropout1d(x, 0.3),
+    "alpha dropout": lambda x: torch.nn.functional.alpha_dropout(x, 0.3, training=True),
+    "dropout as on a GPU": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "bernoulli": bernoulli_of,
+    "multinomial": chosen,
+    "greedy with noise": lambda x: (x - torch.empty_like(x).exponential_().log()).argmax(-1),
+    "in an eager segment": lambda x: drawn_eagerly(x) * 2,
+}
+
+
+@break_point
+def drawn_eagerly(x):
+    return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_model_is_compared_with_the_unpadded_batch(name, mode):
+    """The runs that are compared draw the same for the same rows."""
+    state = torch.get_rng_state()
+    with make(RANDOM[name], mode=mode) as runtime:
         told = [graph.padding for graph in runtime.capture().graphs]
+        assert torch.equal(torch.get_rng_state(), state)
+        runtime.step({"x": torch.zeros(3, 3)}, num_reqs=3)
     assert len(told) == 2
-    assert all("random numbers: without the unpadded" in each for each in told)
-    with make(lambda x: torch.nn.functional.dropout(x, 0.5), mode="PIECEWISE") as runtime:
+    assert not any("random" in each for each in told)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(
+    "wrong", [lambda x, y: y * len(x), lambda x, y: y + (len(x) == 8)], ids=["times", "branch"]
+)
+def test_random_model_that_depends_on_its_size_is_refused(name, wrong):
+    assert "depends on the padded size" in refused(lambda x: wrong(x, RANDOM[name](x)), mode="FULL")
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda x: torch.poisson(x.abs()), "aten::poisson draws"),
+        (lambda x: x + torch.randperm(len(x))[:, None], "other draws"),
+        (lambda x: x + torch.rand(x.numel()).view_as(x), "(24,) padded, (15,) unpadded"),
+        (lambda x: x + (torch.rand(3) if len(x) > 6 else 0), "fewer draws"),
+        (lambda x: x + (torch.rand(3) if len(x) < 6 else 0), "other draws"),
+    ],
+    ids=["of a rate", "of the size", "flat", "fewer", "more"],
+)
+def test_random_model_whose_rows_cannot_draw_alike_is_admitted_and_told(model, told):
+    """What they draw follows from how many rows there are."""
+    with make(model) as runtime:
+        graphs = runtime.capture().graphs
+    without = "draws random numbers, without the unpadded batch: "
+    assert any(without in graph.padding and told in graph.padding for graph in graphs)
+
+
+def test_random_choice_that_rounding_alone_changes_is_admitted():
+    """One of two equal ones is chosen, by noise of the last bit."""
+    torch.manual_seed(0)
+
+    def near(x):
+        rounded = 0.0 if len(x) == 8 else 1e-7
+        return (torch.rand(len(x), 64) * 1e-6 + rounded > 5e-7).long()
+
+    with make(near) as runtime:
         assert len(runtime.capture().graphs) == 2
+
+
+def test_random_model_in_service_is_compared_with_the_unpadded_batch():
+    """What depends on a size that no example has is found there."""
+
+    def model(x):
+        return torch.nn.functional.dropout(x, 0.5) + (len(x) == 7)
+
+    with make(model, asked={"verify_every": 1}) as runtime:
+        runtime.capture()
+        for size in (6, 6, 7):
+            runtime.step({"x": torch.ones(size, 3)}, num_reqs=size)
+        with pytest.raises(VerificationError, match="depends on the padded size"):
+            runtime.step({"x": torch.ones(7, 3)}, num_reqs=7)
+
+
+def test_generator_that_nobody_declared_is_refused_by_name():
     own = torch.Generator().manual_seed(3)
     drawing = make(lambda x: x + torch.rand(x.shape, generator=own))
     with drawing as runtime, pytest.raises(ForbiddenOperationError) as refusal:
         runtime.capture()
     assert "generator" in refusal.value.do
-
-
-def test_random_numbers_that_fall_on_other_rows_in_a_padded_batch_are_admitted():
-    # Drawn by columns: other numbers of real rows follow from how many rows there are.
-    with make(lambda x: x + torch.rand(x.shape[1], x.shape[0]).T) as runtime:
-        told = [graph.padding for graph in runtime.capture().graphs]
-    assert len(told) == 2
-    assert all("random numbers: without the unpadded" in each for each in told)
 
 
 # -- two axes

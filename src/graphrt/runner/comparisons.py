@@ -38,6 +38,7 @@ from graphrt.verify import (
     NUM_ADVANCING_RUNS,
     Comparison,
     OtherRows,
+    PaddingChecked,
     Rounding,
     RunState,
     Verification,
@@ -171,27 +172,30 @@ class Comparisons:
         captured = executor.captured_with.get(entry.key)
         compared: list[str] = []
         unlike: dict[str, Comparison] = {}
+        uncompared = ""
         for sizes in self._sizes_to_pad(entry):
             # A batch of these sizes may have the rows that the full one left in scratch.
             state.restore(saved)
             doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
             with of_example(), noting(doing):
                 call, others = executor.example_call(sizes, 1), captured and captured[0]
-                unlike |= self.compare_padding(ready, call, host, others)[1]
+                found = self.compare_padding(ready, call, host, others)
+            unlike |= found.unlike
+            uncompared = uncompared or found.uncompared
             compared.append(" and ".join(f"{size} {axis}" for axis, size in sizes.items()))
         if not compared:
             return "no batch is padded to this key"
         told = f"compared with {', '.join(compared)}"
         if self.reads_padding:
             told = f"reads padding: {self.reads_padding}; {told}"
-        if state.drew_random(saved):
-            told += "; draws random numbers: without the unpadded batch"
+        if uncompared:
+            told += f"; draws random numbers, without the unpadded batch: {uncompared}"
         if num_left:
             told += f"; without {num_left} of may_overwrite, too large without rows"
         if num_others := self._with_rows()[1]:
             told += f"; without the other rows of {num_others} of may_overwrite, too large"
         if unlike:
-            found = "; ".join(
+            left = "; ".join(
                 f"{name} is left otherwise by a padded replay: {outcome}"
                 for name, outcome in unlike.items()
             )
@@ -200,12 +204,12 @@ class Comparisons:
                 subject,
                 expected="what the batch alone writes there, unless it is scratch that no "
                 "later run reads",
-                found=found,
+                found=left,
                 do="let padded rows point at a place of their own; may_overwrite={tensor: "
                 "'input that indexes its rows'} compares the real rows",
                 is_strict=self.is_strict,
             )
-            told += f"; {found}"
+            told += f"; {left}"
         return told
 
     def _sizes_to_pad(self, entry: Entry) -> list[Sizes]:
@@ -245,7 +249,7 @@ class Comparisons:
                 try:
                     outputs = self.compare_padding(
                         ready, call, others=others, keeps_host=keeps_host
-                    )[0]
+                    ).outputs
                 except VerificationError:
                     # Padding is not to blame where the graph itself is wrong, which this raises.
                     self.compare(ready, call, keeps_host=keeps_host)
@@ -345,7 +349,7 @@ class Comparisons:
         others: Values | None = None,
         *,
         keeps_host: bool = False,
-    ) -> tuple[Any, dict[str, Comparison]]:
+    ) -> PaddingChecked:
         """Run one call as a padded replay and on the batch as it is; raise if real rows differ.
 
         Resources are prepared for the key and for the batch. See ``check_padding``.
@@ -374,6 +378,7 @@ class Comparisons:
             sizes=call.sizes,
             stage=lambda: executor.stage(key, bound, call),
             replay=lambda: self._replay_compared(ready, call),
+            run_padded=lambda: self._eager_compared(key, bound.views, call),
             run_unpadded=run_unpadded if call.staged == call.sizes else None,
             state=self._run_state(
                 bound,

@@ -14,6 +14,7 @@ from graphrt.verify.cuts import (
 from graphrt.verify.explain import advice as advice, explain as explain
 from graphrt.verify.padding import (
     UNPADDED_TOLERANCE as UNPADDED_TOLERANCE,
+    PaddingChecked as PaddingChecked,
     arbitrary_buffers as arbitrary_buffers,
     check_padding as check_padding,
     check_padding_unread as check_padding_unread,

@@ -6,11 +6,11 @@ Padding is varied with valid rows, because NaN or -1 there would be false alarms
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from graphrt.graphs.buffers import BoundBuffers, Sizes
 from graphrt.graphs.resources import StateGuard
 from graphrt.values import dotted, format_path, own_copy, tensors_of, walk
 from graphrt.verify.compare import Comparison, compare, largest_of
+from graphrt.verify.draws import SameDraws, settle_choices
 from graphrt.verify.rounding import RoundedOtherwise, Rounding
 from graphrt.verify.run_state import VARYING, RunResult, RunState, restored
 
@@ -120,6 +121,22 @@ _STATE_OF_PADDING = (
 )
 
 
+Draws = SameDraws | AbstractContextManager[None]
+_OWN_DRAWS: AbstractContextManager[None] = nullcontext()
+_NUM_DRAWS = 3
+
+
+class PaddingChecked(NamedTuple):
+    """What ``check_padding`` found."""
+
+    outputs: Any
+    """Of the replay."""
+    unlike: Mapping[str, Comparison]
+    """Scratch that it left otherwise than the unpadded run, among the elements which that wrote."""
+    uncompared: str
+    """Why runs that draw random numbers were not compared with the unpadded batch; else empty."""
+
+
 def check_padding(
     *,
     mode: RuntimeMode,
@@ -128,6 +145,7 @@ def check_padding(
     sizes: Mapping[str, int],
     stage: Callable[[], None],
     replay: Callable[[], Any],
+    run_padded: Callable[[], Any],
     run_unpadded: Callable[[], Any] | None,
     state: RunState,
     reads_padding: str,
@@ -138,24 +156,21 @@ def check_padding(
     can_repeat: bool,
     others: Mapping[str, torch.Tensor],
     rounding: Rounding,
-) -> tuple[Any, dict[str, Comparison]]:
+) -> PaddingChecked:
     """Prove twice that the padding of a replay matters to no real row.
-
-    Returns its outputs, and the scratch of ``state`` that it left otherwise than the unpadded run,
-    among the elements which that run wrote; nothing where there is no such run.
 
     Replays with the declared padding and with other valid rows there (``varied_padding``): the
     real rows must have equal bits. And they must be those of ``run_unpadded``, which runs the
     callable on the batch as it is, within ``UNPADDED_TOLERANCE``. Neither is enough alone:
     ``x * x.shape[0]`` reads no padding and is wrong, and a tolerance hides a small leak.
 
-    ``sizes``: the real sizes. ``run_unpadded`` and ``replay`` return outputs of that size;
+    ``sizes``: the real sizes. All three calls return outputs of that size;
     ``stage`` puts the batch in place before each replay. ``run_unpadded`` None: the values came
     padded, so there is no unpadded run. ``state`` is put back before each run and compared as the
     outputs are; after a success it is as one replay leaves it, after a failure as before.
     ``reads_padding``: why real rows are meant to depend on padding; then the second proof alone is
-    made. A run that draws random numbers has only the first, because they fall on other rows in a
-    padded batch.
+    made. Where random numbers are drawn, the unpadded run and ``run_padded``, the same eagerly on
+    the padded views, are made anew with equal ones (``SameDraws``) and compared.
     ``tolerance``: an absolute one that both proofs accept as well, for kernels whose bits differ
     from run to run. Where parts of a float64 result are computed in float32, its tolerance counts.
     ``before_warmup``: each run starts with what the callable remembered then.
@@ -171,23 +186,27 @@ def check_padding(
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
 
-    def call_with(call: Callable[[], Any], *varied: str) -> Any:
-        if call is replay:
+    def call_with(call: Callable[[], Any], *varied: str, draws: Draws = _OWN_DRAWS) -> Any:
+        if call is not run_unpadded:
             stage()
         # A FULL replay runs no Python, which might remember anything.
         runs_python = call is not replay or mode is not RuntimeMode.FULL
         host = before_warmup if runs_python else None
-        with varied_padding(bound, sizes, varied, others), restored(host):
+        with varied_padding(bound, sizes, varied, others), restored(host), draws:
             return call()
 
     def run(
-        call: Callable[[], Any], *varied: str, is_last: bool = False, poisons: bool = True
+        call: Callable[[], Any],
+        *varied: str,
+        is_last: bool = False,
+        poisons: bool = True,
+        draws: Draws = _OWN_DRAWS,
     ) -> RunResult:
         if poisons:
             state.begin(saved, is_last=is_last)
         else:
             state.restore(saved)
-        outputs = call_with(call, *varied)
+        outputs = call_with(call, *varied, draws=draws)
         return RunResult(outputs if is_last else own_copy(outputs), state.save())
 
     with state.put_back(on_error=True) as saved:
@@ -197,6 +216,7 @@ def check_padding(
         is_random = unpadded is not None and state.drew_random(saved)
         earlier = [each for each in (unpadded, varied) if each is not None]
         found = run(replay, is_last=True, poisons=bool(earlier))
+        is_random = is_random or state.drew_random(saved)
         if earlier:
             state.settle(saved, *(each.left.compared for each in (*earlier, found)))
         if before_warmup is not None:
@@ -206,20 +226,36 @@ def check_padding(
 
         outcome = None if varied is None else compare_runs(varied, found, tolerance)
         is_read = outcome is not None and not outcome.is_equal
-        if run_unpadded is not None and unpadded is not None and not (is_random or is_read):
+        uncompared = ""
+        if run_unpadded is not None and unpadded is not None and not is_read:
             rerun = partial(run, run_unpadded, poisons=False) if can_repeat else None
             replay_again = partial(run, replay, is_last=True, poisons=False)
-            outcome, found = _compare_unpadded(
-                unpadded, found, rerun, replay_again, tolerance, chosen_from, rounding
-            )
+            if not is_random:
+                outcome, found = _compare_unpadded(
+                    unpadded, found, rerun, replay_again, tolerance, chosen_from, rounding
+                )
+            elif rerun is None:
+                uncompared = "other ranks would have to run as often"
+            else:
+                pairs = [(bound.sizes[axis], size) for axis, size in sizes.items()]
+                compared, uncompared = _compare_random(
+                    lambda number: SameDraws(pairs, state.generators, number),
+                    lambda same: run(run_padded, poisons=False, draws=same),
+                    lambda same: run(run_unpadded, poisons=False, draws=same),
+                    lambda unpadded, padded, again: _compare_unpadded(
+                        unpadded, padded, again, lambda: padded, tolerance, chosen_from, rounding
+                    )[0],
+                )
+                outcome = compared or outcome
+                found = replay_again()
         if outcome is not None and observer is not None:
             largest, ties = outcome.max_abs_difference, outcome.num_ties
             observer(PaddingVerified(mode, key, outcome.is_equal, largest, ties))
         if outcome is None or outcome.is_equal:
-            if unpadded is None:
-                return found.outputs, {}
-            unlike = state.unlike_scratch(saved, unpadded.left, UNPADDED_TOLERANCE)
-            return found.outputs, unlike
+            unlike = {}
+            if unpadded is not None and not is_random:
+                unlike = state.unlike_scratch(saved, unpadded.left, UNPADDED_TOLERANCE)
+            return PaddingChecked(found.outputs, unlike, uncompared)
 
         found = found._replace(outputs=own_copy(found.outputs))  # The next replays overwrite it.
         if can_repeat and state.varies(saved, lambda: call_with(replay)):
@@ -249,6 +285,29 @@ def check_padding(
             do="mask what is summed over rows, and pass the real size as a tensor in place of the "
             "number of rows" + (f". {_STATE_OF_PADDING}" if state.guard is not None else ""),
         )
+
+
+def _compare_random(
+    draws: Callable[[int], SameDraws],
+    run_padded: Callable[[SameDraws], RunResult],
+    run_unpadded: Callable[[SameDraws], RunResult],
+    compare: Callable[[RunResult, RunResult, Callable[[], RunResult]], Comparison],
+) -> tuple[Comparison | None, str]:
+    """``compare`` two eager runs that draw the same numbers; or say why there are no such runs.
+
+    With other numbers where they differ: a choice by chance may fall otherwise because of rounding.
+    """
+    outcome = None
+    for number in range(_NUM_DRAWS):
+        same = draws(number)
+        padded, unpadded = run_padded(same), run_unpadded(same)
+        if same.unlike:
+            return None, same.unlike
+        settle_choices(unpadded, padded)
+        outcome = compare(unpadded, padded, partial(run_unpadded, same))
+        if outcome.is_equal:
+            break
+    return outcome, ""
 
 
 def _compare_unpadded(
