@@ -89,6 +89,23 @@ def test_statistics_are_written_in_training_alone(mode: Any, training: bool) -> 
     assert [use.written for use in externals] == [False, training, training]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_nested"),
+    [("allreduce_", False), ("allgather_", True), ("broadcast_", False), ("send", False)],
+)
+def test_collectives_in_place_write_their_outputs(name: str, is_nested: bool) -> None:
+    """Their schemas do not say it."""
+    import torch.distributed  # It registers the operators.
+
+    output, given = torch.ones(2), torch.ones(2)
+    tracker = UseTracker("cpu", lambda address: False)
+    outputs = [[output]] if is_nested else [output]
+    tracker.inputs(getattr(torch.ops.c10d, name).default, (outputs, [given]), None)
+    written = {id(use.tensor): use.written for use in tracker.externals()}
+    assert written[id(output)] == (name != "send")
+    assert not written.get(id(given))
+
+
 def test_tensors_of_the_pool_are_not_external() -> None:
     x, pooled = torch.ones(2), torch.ones(2)
     tracker = observed(lambda: x + pooled, lambda address: address == pooled.data_ptr())

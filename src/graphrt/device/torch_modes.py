@@ -143,7 +143,10 @@ _KEEP_STATISTICS = frozenset(
 
 def hidden_writes(schema: Any) -> Callable[[Sequence[Any]], Sequence[int]] | None:
     """What says, of the arguments of a call, where those are that an operator writes although its
-    ``schema`` does not tell: running statistics in training. None for other operators."""
+    ``schema`` does not tell: running statistics in training, and what ranks send each other in
+    place. None for other operators."""
+    if schema.name.startswith("c10d::") and schema.name.endswith("_"):
+        return lambda args: (0,)  # Outputs come first; monitored_barrier_ alone writes nothing.
     if schema.name not in _KEEP_STATISTICS:
         return None
     names = [argument.name for argument in schema.arguments]
