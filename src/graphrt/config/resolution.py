@@ -40,7 +40,7 @@ from graphrt.config.plan import (
     ladder,
     padding_table,
 )
-from graphrt.errors import ConfigProblem, ConfigWarning
+from graphrt.errors import ConfigProblem, ConfigWarning, shown
 
 MODE_FIELD = "cudagraph_mode"
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
@@ -58,9 +58,10 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
     facts = Facts() if facts is None else facts
-    for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
+    asked = (("config", config, RuntimeConfig), ("facts", facts, Facts), ("strict", strict, bool))
+    for name, given, kind in asked:
         if not isinstance(given, kind):
-            fail(name, repr(given), f"a {kind.__name__}")
+            fail(name, shown(given), f"a {kind.__name__}")
     environment = read_environment()
     changes = settle(config.compilation, facts, environment)
     query_len = 1 + config.num_speculative_tokens
