@@ -30,7 +30,7 @@ def checked_path(name: str, value: Any, error: Callable[..., Exception]) -> Path
         raise error(
             name,
             expected="a path: a Path, or text that is not empty and has no zero byte",
-            found=reprlib.repr(value),
+            found=reprlib.repr(value) if isinstance(value, str) else f"a {type(value).__name__}",
             do="pass the path of a file or directory",
         )
     return Path(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import reprlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from graphrt.errors import TraceError
+from graphrt.errors import TraceError, shown
 from graphrt.files import checked_path, open_regular, parse_json
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -138,7 +137,7 @@ def generate_azure_like(num_requests: int, seed: int) -> list[TraceRequest]:
             raise TraceError(
                 f"generate_azure_like: {name}",
                 expected=f"an integer from {least} to {most}",
-                found=reprlib.repr(value),
+                found=shown(value),
                 do="ask for a number in this range",
             )
     source = random.Random(seed)
@@ -164,7 +163,7 @@ def _rows(path: Path, limit: int | None) -> Iterator[_Row]:
         raise TraceError(
             str(path),
             expected="a limit: an integer >= 1, or None",
-            found=reprlib.repr(limit),
+            found=shown(limit),
             do="read more",
         )
     num_blank = 0
@@ -263,14 +262,14 @@ def _mooncake_row(row: _Row) -> tuple[int, int, int]:
     # The bounds exclude NaN and infinity too.
     is_number = type(milliseconds) in (int, float) and 0 <= milliseconds <= _LARGEST_MILLISECONDS
     if not is_number:
-        row.wrong("timestamp: a number of milliseconds >= 0", reprlib.repr(milliseconds))
+        row.wrong("timestamp: a number of milliseconds >= 0", shown(milliseconds))
     nanoseconds = round(milliseconds * 1_000_000)
     return nanoseconds, _tokens(row, "input_length", prompt), _tokens(row, "output_length", output)
 
 
 def _tokens(row: _Row, name: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
-        row.wrong(f"{name}: an integer from 1 to {_MOST_TOKENS}", reprlib.repr(value))
+        row.wrong(f"{name}: an integer from 1 to {_MOST_TOKENS}", shown(value))
     return value
 
 

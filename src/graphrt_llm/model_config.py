@@ -205,7 +205,7 @@ class ModelConfig:
         """The shape known as ``name``: ``tiny``, or one that benchmarks use."""
         if not isinstance(name, str) or name not in _NAMED:
             raise ModelConfigError(
-                f"model {name!r}", expected=f"one of {', '.join(_NAMED)}", found=repr(name)
+                f"model {shown(name)}", expected=f"one of {', '.join(_NAMED)}", found=shown(name)
             )
         return _NAMED[name]
 

@@ -91,6 +91,13 @@ MUTANTS = [
         "names = [field.name for field in dataclasses.fields(value)]",
         ARGUMENTS,
     ),
+    Mutant(
+        "attributes of a container are not named",
+        GRAPHS + "program.py",
+        '            *(f"{leaf.path}.{name}" for leaf in leaves for name in leaf.besides),\n',
+        "",
+        ARGUMENTS,
+    ),
     # Eager segments
     Mutant(
         "bytes that several results share are laid at the beginning of a block",
@@ -184,7 +191,28 @@ MUTANTS = [
         "> MAX_FAILURES_IN_A_ROW",
         "simulated/test_capture_scope.py simulated/test_capture_faults.py",
     ),
+    Mutant(
+        "capture in another environment counts as a failure of its key",
+        GRAPHS + "capture.py",
+        "        if not isinstance(error, EnvironmentMismatchError):\n",
+        "        if True:\n",
+        "simulated/test_capture_scope.py",
+    ),
     # What a graph may read, write and keep
+    Mutant(
+        "captures between runs start the turns anew",
+        GRAPHS + "watch.py",
+        "probes = probes[first:] + probes[:first]",
+        "probes = list(probes)",
+        "simulated/test_watch_places.py",
+    ),
+    Mutant(
+        "tensor without one storage never moves",
+        "graphrt/externals/held.py",
+        "            return current is self.tensor\n",
+        "            return True\n",
+        EXTERNALS,
+    ),
     Mutant(
         "pool memory may stay in the caller's objects",
         GRAPHS + "capture.py",
@@ -553,6 +581,34 @@ MUTANTS = [
         """has_passes""",
         "pure/test_config_compile_rules.py",
     ),
+    Mutant(
+        "maximum between two default sizes is not told",
+        "graphrt/config/resolution.py",
+        "if asked_maximum is not None and top < maximum:",
+        "if False:",
+        "pure/test_plan_limits.py",
+    ),
+    Mutant(
+        "compile sizes of no captured ones change the level",
+        "graphrt/config/resolution.py",
+        "        changes.options = replaced(changes.options, level=changes.level)\n",
+        "",
+        "pure/test_plan_limits.py",
+    ),
+    Mutant(
+        "micro-batches that no batch is large enough for are accepted",
+        "graphrt/config/resolution.py",
+        "not (ubatch.allow_eager and eager_from <= most)",
+        "not ubatch.allow_eager",
+        "pure/test_config_ubatch.py",
+    ),
+    Mutant(
+        "backend that was asked for outdoes Inductor in silence",
+        "graphrt/config/compile_rules.py",
+        'if options.use_inductor and backend != "inductor":',
+        "if False:",
+        "pure/test_plan_limits.py",
+    ),
     # What others wrote
     Mutant(
         "file is read to its end, however long",
@@ -796,6 +852,13 @@ MUTANTS = [
         "OpenRecordings()",
         UNWINDING,
     ),
+    Mutant(
+        "interrupt while a recording is closed leaves it half open",
+        CUDA + "recording.py",
+        "        self._close()  # Which an interrupt may have cut short.\n",
+        "",
+        UNWINDING,
+    ),
     # A step
     Mutant(
         "step leaves gradients off",
@@ -951,6 +1014,20 @@ MUTANTS = [
         "real_sizes=sizes)\n        return dispatch(*batch), None, why\n",
         "real_sizes=sizes)\n        return dispatch(*batch), None, None\n",
         SPLIT_STEPS,
+    ),
+    Mutant(
+        "requests beyond those of the batch are cut off",
+        "graphrt/runtime/splitting.py",
+        "islice(query_lens, num_reqs + 1)",
+        "islice(query_lens, num_reqs)",
+        "simulated/test_runtime_ubatch.py",
+    ),
+    Mutant(
+        "rank keeps more room for graphs than the others",
+        "graphrt/runtime/ranks.py",
+        "max_graph_bytes=num_bytes if num_bytes < _NO_LIMIT else None",
+        "max_graph_bytes=config.max_graph_bytes",
+        "simulated/test_runtime_ranks.py",
     ),
     # What captures take from the device
     Mutant(

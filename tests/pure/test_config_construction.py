@@ -20,6 +20,15 @@ from graphrt.config import (
 from graphrt.errors import ConfigError
 
 
+class Compared:
+    """As arrays are, it is not simply equal to something or not."""
+
+    def __eq__(self, _: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def problems_of(kind: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         kind(*args, **kwargs)
@@ -72,13 +81,15 @@ def test_compile_sizes_may_name_the_captured_ones(given: Any) -> None:
         (CompilationConfig, "compile_sizes", [[0], [True], "sizes", 8]),
         (CompilationConfig, "cudagraph_specialize_lora", [1]),
         (CompilationConfig, "cudagraph_num_of_warmups", [-1]),
+        (CompilationConfig, "backend", [Compared(), 0]),
+        (CompilationConfig, "cache_dir", [False, 0, [], Compared()]),
         (RuntimeConfig, "max_num_seqs", [0, True]),
         (RuntimeConfig, "max_num_batched_tokens", [-1, None]),
         (RuntimeConfig, "num_speculative_tokens", [-1]),
         (RuntimeConfig, "max_loras", [1.0]),
         (RuntimeConfig, "lora_capture", ["all"]),
         (RuntimeConfig, "on_miss", ["raise"]),
-        (RuntimeConfig, "verify_every", [0]),
+        (RuntimeConfig, "verify_every", [0, 2**63, 10**5000]),
         (RuntimeConfig, "stale_check", ["IDENTITY"]),
         (RuntimeConfig, "on_capture_error", ["eager"]),
         (RuntimeConfig, "max_graph_bytes", [0]),
@@ -86,6 +97,7 @@ def test_compile_sizes_may_name_the_captured_ones(given: Any) -> None:
         (RuntimeConfig, "interactivity", ["yes"]),
         (RuntimeConfig, "compilation", [3]),
         (Facts, "attention_support", ["SOMETIMES", 2]),
+        (Facts, "tp_size", [0, 2**63, 10**5000]),
     ],
 )
 def test_wrong_option_is_named_with_what_is_accepted(

@@ -87,3 +87,7 @@ def test_resolving_a_mapping_says_what_is_wanted() -> None:
         resolve({"max_num_seqs": 4})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="facts: a Facts"):
         resolve(RuntimeConfig(), {"tp_size": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="config: a RuntimeConfig"):
+        resolve(10**5000)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="strict: a bool"):
+        resolve(RuntimeConfig(), strict="no")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 
 import config_strategies
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from graphrt import BatchDescriptor, CUDAGraphDispatcher, Reason, RuntimeMode
 from graphrt.batch import UBatchReason
@@ -76,6 +76,9 @@ def test_split_twins_are_the_large_uniform_keys(asked: Any, sizes: list[int]) ->
         ({"mode": "PIECEWISE", "allow_eager": False}, ["num_ubatches"]),
         ({"decode_token_threshold": 49, "allow_eager": False}, ["num_ubatches"]),
         ({"decode_token_threshold": 48, "allow_eager": False}, []),
+        ({"mode": "PIECEWISE", "prefill_token_threshold": 8193}, ["num_ubatches"]),
+        ({"mode": "PIECEWISE", "prefill_token_threshold": 8192}, []),
+        ({"prefill_token_threshold": 8193}, []),
     ],
 )
 def test_micro_batches_no_step_could_have_are_an_error(asked: Any, fields: list[str]) -> None:
@@ -170,7 +173,10 @@ def test_plan_with_twins_decides_as_one_without(
     config, facts, resolved = case
     count = data.draw(st.integers(2, 4))
     least = data.draw(st.integers(count, 60))
-    ubatch = UBatchConfig(num_ubatches=count, decode_token_threshold=least)
+    assume(config.max_num_batched_tokens >= count)
+    ubatch = UBatchConfig(
+        num_ubatches=count, decode_token_threshold=least, prefill_token_threshold=count
+    )
     made = resolve(replace(config, ubatch=ubatch), facts).plan
     keys = set(made.capture_order)
     unsplit = tuple(item for item in made.capture_order if item[1].num_ubatches == 1)

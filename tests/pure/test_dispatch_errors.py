@@ -42,7 +42,7 @@ def test_adapter_count_outside_the_plan_is_an_error(
 
 
 @pytest.mark.parametrize(
-    "exclude", [{"FULL"}, "FULL", {CUDAGraphMode.FULL}, {7}, {None}, None, FULL, 0]
+    "exclude", [{"FULL"}, "FULL", {CUDAGraphMode.FULL}, {7}, {None}, None, FULL, 0, range(10**12)]
 )
 def test_excluding_what_is_no_mode_is_an_error(
     dispatcher: CUDAGraphDispatcher, exclude: Any

@@ -98,6 +98,71 @@ def test_size_without_its_key_is_said(
     assert found.adjustments or not eager
 
 
+@pytest.mark.parametrize(
+    ("compilation", "asked", "adjusted"),
+    [
+        ({"max_cudagraph_capture_size": 12}, {}, ("max_cudagraph_capture_size", 12, 8)),
+        (
+            {"max_cudagraph_capture_size": 26, "cudagraph_mode": "PIECEWISE"},
+            {"num_speculative_tokens": 12},
+            ("max_cudagraph_capture_size", 26, 24),
+        ),
+        ({SIZES: [4, 8]}, {"interactivity": True}, ("interactivity", True, False)),
+        ({"cudagraph_mode": "NONE"}, {"interactivity": True}, ("interactivity", True, False)),
+        (
+            {"cudagraph_mode": "NONE", "compile_sizes": SIZES, "backend": "eager"},
+            {},
+            ("compile_sizes", (SIZES,), ()),
+        ),
+        (
+            {"cudagraph_mode": "NONE", "compile_sizes": [7, SIZES], "level": 3},
+            {},
+            ("compile_sizes", (7, SIZES), (7,)),
+        ),
+        (
+            {"level": 3, "backend": "eager", "use_inductor": True},
+            {},
+            ("use_inductor", True, None),
+        ),
+        (
+            {"level": 3, "backend": "mine.compile", "use_inductor": True},
+            {},
+            ("use_inductor", True, None),
+        ),
+    ],
+)
+def test_wish_that_comes_to_nothing_is_an_adjustment(
+    compilation: dict[str, Any], asked: dict[str, Any], adjusted: tuple[object, ...]
+) -> None:
+    config, facts = RuntimeConfig(compilation=compilation, **asked), Facts(device="cpu")
+    found = resolve(config, facts)
+    assert [item[:3] for item in found.adjustments] == [adjusted]
+    again = resolve(found.config, facts, strict=True)
+    assert (again.plan, again.compile, again.adjustments) == (found.plan, found.compile, ())
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, facts, strict=True)
+    assert [problem.field for problem in caught.value.problems] == [adjusted[0]]
+
+
+@pytest.mark.parametrize(
+    ("compilation", "asked"),
+    [
+        ({"max_cudagraph_capture_size": 24}, {}),
+        # Decode batches of two requests have as many tokens.
+        ({"max_cudagraph_capture_size": 26}, {"num_speculative_tokens": 12}),
+        ({"max_cudagraph_capture_size": 12}, {"interactivity": True}),
+        ({"level": 3, "backend": "inductor", "use_inductor": True}, {}),
+        ({"level": 3, "backend": "eager", "use_inductor": False}, {}),
+        ({"level": 3, "compile_sizes": SIZES}, {}),
+    ],
+)
+def test_wish_that_is_met_is_no_adjustment(
+    compilation: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    config = RuntimeConfig(compilation=compilation, **asked)
+    assert resolve(config, Facts(device="cpu"), strict=True).adjustments == ()
+
+
 # --- limits
 
 MANY = [f"{sign}rule{number}" for number in range(2**15) for sign in "+-"]

@@ -72,6 +72,10 @@ def test_a_limit_reads_no_further(path: Path) -> None:
     assert len(read_trace(write(path, AZURE), limit=100)) == 3
     with pytest.raises(TraceError):
         read_trace(path, limit=0)
+    with pytest.raises(TraceError):
+        read_trace(path, limit=-(10**5000))
+    with pytest.raises(TraceError):
+        read_trace(10**5000)  # type: ignore[arg-type]
 
 
 def rows(*azure: str) -> str:

@@ -178,6 +178,26 @@ def test_opaque_leaves_are_named_once_for_each_owner(lab: Lab) -> None:
         lab.capture(wrapper, x, key=BatchDescriptor(4), registry=registry, n=np.int64(3))
 
 
+class Rows(list):  # type: ignore[type-arg]
+    scale = 2  # A class variable, which the walk through the code sees.
+
+
+class Named(dict):  # type: ignore[type-arg]
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+def test_attributes_of_a_list_or_dict_are_named_once(lab: Lab) -> None:
+    wrapper, x = lab.wrap(lambda held, rows, named: held["x"] * 2), torch.ones(2)
+    held, rows = Named(x=x), Rows([x])
+    held.__dict__ = {"x": x, "scale": 3}
+    rows.bias = x  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="never compared"):
+        program = lab.capture(wrapper, held, rows, Named(x=x))
+    assert program.unchecked == ("held.scale", "rows.bias")
+
+
 def test_warning_that_is_an_error_leaves_no_program(lab: Lab) -> None:
     wrapper, x = lab.wrap(double), torch.ones(2)
     with warnings.catch_warnings():

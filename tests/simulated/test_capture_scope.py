@@ -357,6 +357,15 @@ def test_grad_mode_at_warm_up_or_capture_is_refused(lab: Lab) -> None:
             lab.library.forget_failures()
 
 
+def test_capture_in_another_environment_is_no_failure_of_its_key(lab: Lab) -> None:
+    wrapper, x = lab.wrap(lambda x: x + 1), torch.ones(2)
+    with torch.enable_grad(), pytest.raises(EnvironmentMismatchError, match="grad"):
+        lab.capture(wrapper, x)
+    assert not lab.library.failures
+    lab.capture(wrapper, x)
+    assert torch.equal(lab.step(wrapper, x), x + 1)
+
+
 def test_failed_key_is_not_tried_again_until_forgotten(lab: Lab) -> None:
     calls = Tally()
 

@@ -236,8 +236,18 @@ def test_torch_warning_does_not_stop_an_abort(fake, state, code):
     fake.check_undone(state)
 
 
-@pytest.mark.parametrize("moment", ["begin", "end"])
-def test_interrupt_after_torch_has_begun_or_ended_is_undone(fake, state, moment):
+@pytest.mark.parametrize("moment", ["noted", "begin", "closed", "end"])
+def test_interrupt_around_begin_and_end_is_undone(fake, state, moment):
+    class Interrupted(set):
+        def add(self, item):
+            super().add(item)
+            fake.interrupt("noted")
+
+        def discard(self, item):
+            super().discard(item)
+            fake.interrupt("closed")
+
+    state.recordings = Interrupted()
     fake.interrupted, fake.num_kernels = moment, 1
     with pytest.raises(KeyboardInterrupt) as caught:
         begin(fake, state).end()

@@ -17,7 +17,7 @@ from graphrt.errors import (
     StateAdvancedError,
 )
 from graphrt.events import Invalidated
-from graphrt.externals.held import modules_of
+from graphrt.externals.held import Reads, modules_of
 from lab import FULL, KEY, PIECEWISE, Lab
 
 
@@ -61,6 +61,15 @@ def test_externals_rebound_storage_is_named_and_invalidates(
         lab.step(touching, x)
     assert torch.equal(lab.step(other, x), torch.relu(x))
     assert lab.library.check_externals().invalidated == ()
+
+
+def test_tensor_without_one_storage_has_moved_once_another_stands_there() -> None:
+    model = Layer()
+    model.table = torch.eye(4).to_sparse()
+    [held] = [item for item in Reads(model, lambda tensor: False).tensors if item.name == "table"]
+    assert (held.storage, held.has_moved()) == (None, False)
+    model.table = torch.eye(4).to_sparse()
+    assert held.has_moved()
 
 
 def test_externals_reused_address_is_noticed(lab: Lab) -> None:

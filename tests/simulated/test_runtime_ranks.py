@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from graphrt import Reason
+from graphrt import Reason, RuntimeConfig
 from graphrt.errors import ConfigError, LibraryClosedError, RankLostError
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
 from graphrt.runner.comparisons import Comparisons
+from graphrt.runtime import ranks
 from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal
 
 
@@ -175,6 +176,33 @@ def test_ranks_with_other_multiprocessors_have_other_plans(monkeypatch) -> None:
             pass
     assert "SMs of communication and computation = (20, 112)" in texts[0]
     assert "(8, 124)" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "agreed"),
+    [
+        ((100, 7), (60, None), (60, 7)),
+        ((None, None), (None, 3), (None, 3)),
+        ((60, 3), (100, 7), (60, 3)),
+        ((2**63 - 1, None), (None, 2**63 - 1), (None, None)),
+    ],
+)
+def test_ranks_agree_on_the_least_room_for_graphs(
+    monkeypatch, own: Any, other: Any, agreed: Any
+) -> None:
+    told: list[list[int]] = []
+
+    def agree(exchange: Any, numbers: list[int], timeout_s: float) -> list[int]:
+        told.append(numbers)
+        return [min(pair) for pair in zip(numbers, told[0], strict=True)]
+
+    monkeypatch.setattr(ranks, "agree_least", agree)
+    (exchange,) = InProcessExchange(1).ranks
+    for num_bytes, num_graphs in (other, own):
+        config = RuntimeConfig(max_graph_bytes=num_bytes, max_graphs=num_graphs)
+        found, _ = ranks.agree_on_facts(exchange, config, None)
+    assert (found.max_graph_bytes, found.max_graphs) == agreed
+    assert max(map(max, told)) < 2**62
 
 
 def test_what_one_rank_may_not_do_is_refused() -> None:

@@ -218,7 +218,8 @@ def test_large_mixed_step_is_cut_eagerly(served: Served, lens: list[int]) -> Non
     assert (event.num_ubatches, event.ubatch_reason) == (2, None)
     event = served.step(lens)
     assert (event.num_ubatches, event.ubatch_reason) == (1, UBatchReason.NO_FULL_GRAPH)
-    for wrong in ([1, 2], 20, [20.0], ["20"], itertools.repeat(1), [None], torch.ones(1, 20)):
+    kinds = ([20.0], ["20"], itertools.repeat(1), [None], torch.ones(1, 20))
+    for wrong in ([1, 2], [*lens, 0], [*lens, 5], 20, *kinds):
         with pytest.raises(BatchError, match="query_lens"):
             served.step(lens, query_lens=wrong)
     with pytest.raises(BatchError, match="unsplit"):

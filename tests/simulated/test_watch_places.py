@@ -1701,6 +1701,22 @@ def test_place_replaced_before_capture_next_is_noticed(is_registered) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("replaced", [0, 6, 11])
+def test_captures_between_runs_keep_the_turns(replaced) -> None:
+    box = [float(i) for i in range(12)]
+
+    def fn(x):
+        return x * sum(box)
+
+    with make(fn, sizes=range(1, 16)) as runner:
+        runner.capture([runner.key(n=2)])
+        box[replaced] = -1.0
+        for _ in range(laps(runner)):
+            assert runner.capture_next()
+            run(runner)
+        assert runner.last_decision.reason is Reason.INVALIDATED
+
+
 @pytest.mark.parametrize("sizes", [(2,), (1, 4)])
 def test_place_where_the_callable_keeps_its_input_is_no_external(sizes) -> None:
     """A context that attention reads: others use it for their own batches between two runs."""

@@ -217,7 +217,8 @@ def as_dict(value: object) -> object:
 
 
 ListAsTuple = BeforeValidator(as_tuple)
-Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, le=sys.maxsize)]
+Positive = Annotated[int, Field(ge=1, le=sys.maxsize)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 

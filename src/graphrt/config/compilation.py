@@ -131,8 +131,10 @@ def _check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _as_path(value: object) -> object:
-    if value is None or value == "" or not isinstance(value, str | Path):
-        return value or None
+    if not isinstance(value, str | Path):
+        return value
+    if value == "":
+        return None
     return checked_path("", value, lambda _, expected, **parts: ValueError(expected))
 
 
@@ -383,7 +385,12 @@ class CompilationConfig:
             problems.append(ConfigProblem(next(iter(asked)), " with ".join(told), accepted))
         elif asked:
             [given["cudagraph_mode"]] = asked.values()
-        if given.get("backend") == "inductor" and given.get("use_inductor") is False:
+        backend = given.get("backend")
+        if (
+            isinstance(backend, str)
+            and backend == "inductor"
+            and given.get("use_inductor") is False
+        ):
             found = "False, with backend='inductor'"
             problems.append(ConfigProblem("use_inductor", found, "True or None, or a backend"))
         return Prepared(given, problems, warned)

@@ -123,6 +123,8 @@ def _backend(changes: Changes, level: CompilationLevel, facts: Facts) -> str:
         if is_inductor is None:
             is_inductor = facts.device == "cuda"
         backend = options.backend or ("inductor" if is_inductor else "eager")
+        if options.use_inductor and backend != "inductor":
+            changes.set("use_inductor", None, f"backend {backend!r} was asked for")
     else:
         backend = "" if level is CompilationLevel.NO_COMPILATION else options.backend or "eager"
         if options.backend and not backend:

@@ -17,6 +17,7 @@ from graphrt.config.checked import (
     MOST_TOKENS,
     FrozenMapping,
     ListAsTuple,
+    Natural,
     Positive,
     Tokens,
     as_dict,
@@ -55,7 +56,7 @@ class UBatchConfig:
     num_ubatches: Annotated[int, Field(ge=1, le=MOST_UBATCHES)] = 1
     decode_token_threshold: Tokens = 32
     prefill_token_threshold: Tokens = 512
-    num_comm_sms: Annotated[int, Field(ge=0)] = 20
+    num_comm_sms: Natural = 20
     allow_eager: bool = True
     auto_off: bool = True
     stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
@@ -208,7 +209,7 @@ class Facts:
     tp_size: Positive = 1
     piecewise_available: bool | None = None
     mode_limits: Annotated[tuple[ModeLimit, ...], ListAsTuple] = ()
-    compute_capability: tuple[int, int] | None = None
+    compute_capability: tuple[Natural, Natural] | None = None
     num_sms: Positive | None = None
 
     def least_support(self) -> tuple[AttentionSupport, str]:

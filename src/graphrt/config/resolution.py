@@ -23,7 +23,7 @@ from graphrt.config.compile_rules import (
     settle,
 )
 from graphrt.config.environment import read_environment
-from graphrt.config.options import AttentionSupport, Facts, RuntimeConfig, UBatchConfig
+from graphrt.config.options import AttentionSupport, Facts, RuntimeConfig
 from graphrt.config.plan import (
     MOST_DECISIONS,
     MOST_KEYS,
@@ -40,10 +40,11 @@ from graphrt.config.plan import (
     ladder,
     padding_table,
 )
-from graphrt.errors import ConfigProblem, ConfigWarning
+from graphrt.errors import ConfigProblem, ConfigWarning, shown
 
 MODE_FIELD = "cudagraph_mode"
 MAXIMUM_FIELD = "max_cudagraph_capture_size"
+GRAPHS_OFF = "graphs are off"
 EVERY_FEW_USERS = range(1, 33)
 """The sizes ``interactivity`` adds."""
 
@@ -57,9 +58,10 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
     is an error that lists all such adjustments. Raises ``ConfigError`` for what is not possible.
     """
     facts = Facts() if facts is None else facts
-    for name, given, kind in (("config", config, RuntimeConfig), ("facts", facts, Facts)):
+    asked = (("config", config, RuntimeConfig), ("facts", facts, Facts), ("strict", strict, bool))
+    for name, given, kind in asked:
         if not isinstance(given, kind):
-            fail(name, repr(given), f"a {kind.__name__}")
+            fail(name, shown(given), f"a {kind.__name__}")
     environment = read_environment()
     changes = settle(config.compilation, facts, environment)
     query_len = 1 + config.num_speculative_tokens
@@ -76,18 +78,23 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         lora_capture = "max_only"
         reason = "speculative decoding captures the largest number of adapters only"
         changes.adjustments.append(Adjustment("lora_capture", "each", lora_capture, reason))
+    interactivity = config.interactivity
+    if interactivity and (not capture_sizes or changes.options.cudagraph_capture_sizes is not None):
+        interactivity = False
+        reason = "it adds to the default sizes, which are not captured"
+        changes.adjustments.append(Adjustment("interactivity", True, False, reason))
     lora_counts = captured_lora_counts(
         config.max_loras, lora_capture, with_zero=changes.options.cudagraph_specialize_lora
     )
-    if strict:
-        _raise_if_adjusted(config, changes.adjustments)
     _check_tables(config, capture_sizes, decode_capture_sizes, lora_counts)
     table = padding_table(capture_sizes)
     order = capture_order(config, mode, capture_sizes, decode_capture_sizes, lora_counts)
     if config.ubatch.num_ubatches > 1:
         is_split = any(key.num_ubatches > 1 for _, key in order)
-        _check_ubatch(changes, config.ubatch, facts, mode, has_split_keys=is_split)
+        _check_ubatch(changes, config, facts, mode, has_split_keys=is_split)
     compile_sizes = _compile_sizes(changes, config, capture_sizes, table)
+    if strict:
+        _raise_if_adjusted(config, changes.adjustments)
     check_parallel_sizes(changes, compile_sizes, facts)
     compiled = compile_plan(
         changes, facts, environment, splitting_ops=splitting_ops, ranges=ranges, sizes=compile_sizes
@@ -113,7 +120,12 @@ def resolve(config: RuntimeConfig, facts: Facts | None = None, strict: bool = Fa
         capture_order=order,
         ubatch=config.ubatch,
     )
-    config = replaced(config, compilation=changes.options, lora_capture=lora_capture)
+    config = replaced(
+        config,
+        compilation=changes.options,
+        lora_capture=lora_capture,
+        interactivity=interactivity,
+    )
     return Resolved(plan, tuple(changes.adjustments), config, compiled)
 
 
@@ -197,9 +209,9 @@ def _sizes(
     multiple = facts.tp_size if options.pass_config.enable_sequence_parallelism else 1
     if mode is CUDAGraphMode.NONE:
         if asked:
-            changes.set(CAPTURE_SIZES, (), "graphs are off")
+            changes.set(CAPTURE_SIZES, (), GRAPHS_OFF)
         if asked_maximum is not None:
-            changes.set(MAXIMUM_FIELD, None, "graphs are off")
+            changes.set(MAXIMUM_FIELD, None, GRAPHS_OFF)
         return (), ()
 
     too_large = f"no batch has more than max_num_batched_tokens = {batch_limit} tokens"
@@ -238,11 +250,15 @@ def _sizes(
         if not mixed:
             found = f"{maximum}; sequence parallelism divides each size among {multiple} ranks"
             fail(MAXIMUM_FIELD, found, f"at least {multiple}, or mode NONE")
-    if mode.decode_mode() is not RuntimeMode.FULL or not mode.separate_routine():
-        return mixed, ()
-    decode = _decode_sizes(config, query_len, mixed, maximum)
-    decode = tuple(size for size in decode if size % multiple == 0)
-    reason = _why_decode_differs(config, mode, query_len, mixed, decode)
+    decode: Sizes = ()
+    reason = ""
+    if mode.decode_mode() is RuntimeMode.FULL and mode.separate_routine():
+        decode = _decode_sizes(config, query_len, mixed, maximum)
+        decode = tuple(size for size in decode if size % multiple == 0)
+        reason = _why_decode_differs(config, mode, query_len, mixed, decode)
+    top = max([*mixed, *decode])
+    if asked_maximum is not None and top < maximum:
+        changes.set(MAXIMUM_FIELD, top, f"the default sizes have none from {top + 1} to {maximum}")
     if reason:
         asked_for = asked or asked_maximum
         changes.adjustments.append(Adjustment("decode_capture_sizes", asked_for, decode, reason))
@@ -292,9 +308,10 @@ def _check_tables(
 
 
 def _check_ubatch(
-    changes: Changes, ubatch: UBatchConfig, facts: Facts, mode: CUDAGraphMode, has_split_keys: bool
+    changes: Changes, config: RuntimeConfig, facts: Facts, mode: CUDAGraphMode, has_split_keys: bool
 ) -> None:
     """Raises ``ConfigError`` for micro-batches that no step could have."""
+    ubatch = config.ubatch
     count, num_comm_sms = ubatch.num_ubatches, ubatch.num_comm_sms
     for name in ("decode_token_threshold", "prefill_token_threshold"):
         if getattr(ubatch, name) < count:
@@ -303,12 +320,17 @@ def _check_ubatch(
     if facts.num_sms is not None and num_comm_sms >= facts.num_sms:
         accepted = f"fewer than the device's {facts.num_sms} multiprocessors"
         changes.wrong("ubatch.num_comm_sms", str(num_comm_sms), accepted)
-    if not has_split_keys and not ubatch.allow_eager:
+    eager_from, most = ubatch.prefill_token_threshold, config.max_num_batched_tokens
+    if not has_split_keys and not (ubatch.allow_eager and eager_from <= most):
         found = (
-            f"{count}, with allow_eager=False and mode {mode.name}, whose keys of uniform decode"
-            f" batches with {max(count, ubatch.decode_token_threshold)} tokens or more are none"
+            f"{count}, with mode {mode.name}, allow_eager={ubatch.allow_eager} and at most"
+            f" {most} tokens in a batch: none is split"
         )
-        accepted = "1, or full graphs of such decode batches, or allow_eager=True"
+        accepted = (
+            "1, or full graphs of uniform decode batches of"
+            f" {max(count, ubatch.decode_token_threshold)} tokens or more, or allow_eager=True and"
+            f" batches of {eager_from} tokens"
+        )
         changes.wrong("ubatch.num_ubatches", found, accepted)
     changes.require_none_wrong()
 
@@ -344,7 +366,12 @@ def _compile_sizes(
         else:
             sizes.add(size)
     changes.require_none_wrong()
-    return tuple(sorted(sizes))
+    usable = tuple(sorted(sizes))
+    if CAPTURE_SIZES in (changes.options.compile_sizes or ()) and not capture_sizes:
+        # Without sizes to compile for, the same options might give another level.
+        changes.options = replaced(changes.options, level=changes.level)
+        changes.set("compile_sizes", usable, "no size is captured")
+    return usable
 
 
 def _raise_if_adjusted(config: RuntimeConfig, adjustments: Sequence[Adjustment]) -> None:

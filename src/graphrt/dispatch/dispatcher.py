@@ -307,11 +307,12 @@ def check_uniform(value: object) -> bool:
 def check_modes(exclude: Iterable[RuntimeMode]) -> frozenset[RuntimeMode]:
     """Return the excluded modes, without NONE. Raises ``BatchError`` for anything else."""
     try:
-        # An iterator may never end.
-        named = frozenset(exclude) if isinstance(exclude, Sized) else None
+        # An iterator may never end, and a range be longer than memory.
+        are_modes = isinstance(exclude, Sized) and all(mode in EVERY_MODE for mode in exclude)
+        named = frozenset(exclude) if are_modes else None
     except TypeError:
         named = None  # Not even a set; the message is the same.
-    if named is None or not named <= EVERY_MODE:
+    if named is None:
         raise BatchError(
             "exclude",
             expected="a set of RuntimeMode members",

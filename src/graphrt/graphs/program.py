@@ -359,10 +359,12 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Opaque objects, which no check compares: paths of arguments, and of what eager segments
-        returned."""
+        """Opaque objects, which no check compares: paths of arguments, of what containers among
+        them have besides their entries, and of what eager segments returned."""
+        leaves = self.signature.leaves.values()
         return (
-            *(leaf.path for leaf in self.inputs if leaf.kind == "opaque"),
+            *(leaf.path for leaf in leaves if leaf.kind == "opaque"),
+            *(f"{leaf.path}.{name}" for leaf in leaves for name in leaf.besides),
             *(
                 f"{segment.site}: {format_path(leaf.path, root='result')}"
                 for segment in self.segments

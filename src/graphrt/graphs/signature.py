@@ -63,6 +63,8 @@ class InputLeaf:
     value: Any = None
     """The value of a host leaf; the keys of a dict, in its order, which models iterate in."""
     num_children: int = 0
+    besides: tuple[str, ...] = ()
+    """Attributes that a list, tuple or dict has besides its entries: nothing compares them."""
 
     def describe(self) -> str:
         """Say what this leaf is, as an error message does."""
@@ -257,7 +259,18 @@ def _read(node: Node, names: Sequence[str]) -> InputLeaf:
         kept = kept_host_value(value) if node.kind == "host" else None
         if isinstance(value, dict) and node.path[1:]:  # Named arguments come in any order.
             kept = tuple(value)
-        return InputLeaf(path, node.kind, type(value), value=kept, num_children=node.num_children)
+        besides: tuple[str, ...] = ()
+        if isinstance(value, dict | list | tuple):
+            entries = value if isinstance(value, dict) else ()
+            besides = tuple(name for name in getattr(value, "__dict__", ()) if name not in entries)
+        return InputLeaf(
+            path,
+            node.kind,
+            type(value),
+            value=kept,
+            num_children=node.num_children,
+            besides=besides,
+        )
     if value.layout is not torch.strided:
         return InputLeaf(path, "opaque", type(value))
     return InputLeaf(

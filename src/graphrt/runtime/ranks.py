@@ -37,8 +37,8 @@ def agree_on_facts(
     facts = facts or Facts()
     own = [
         facts.least_support()[0],
-        config.max_graph_bytes or _NO_LIMIT,
-        config.max_graphs or _NO_LIMIT,
+        min(config.max_graph_bytes or _NO_LIMIT, _NO_LIMIT),
+        min(config.max_graphs or _NO_LIMIT, _NO_LIMIT),
     ]
     timeout_s = config.ranks.capture_timeout_s
     support, num_bytes, num_graphs = agree_least(exchange, own, timeout_s)

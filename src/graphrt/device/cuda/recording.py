@@ -179,11 +179,11 @@ class CUDARecording:
         self._labels: private.KernelLabels | None = None
         private.clear_blas_workspaces()
         optional = private.supported(self._graph.capture_begin, check_input_liveness=state.debug)
-        # Noted before it begins, because an interrupt may arrive right after.
-        pool.is_recording = True
-        state.recordings.add(self)
-        state.current.set(self)
         try:
+            # Noted before it begins, because an interrupt may arrive after each call.
+            state.recordings.add(self)
+            pool.is_recording = True
+            state.current.set(self)
             with private.without_modes():
                 self._register_generators(self._graph)
                 self._graph.capture_begin(
@@ -213,8 +213,8 @@ class CUDARecording:
                 self._labels.close()
             except BaseException as error:  # noqa: BLE001  The caller does not abort after an end.
                 raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
-        self._close()
         try:
+            self._close()
             caught = self._capture_end()
         except BaseException as error:  # noqa: BLE001  The caller does not abort after an end.
             raise self._undone(error)  # noqa: B904  The same error, or it has it as its cause.
@@ -320,6 +320,7 @@ class CUDARecording:
         traceback, which would keep the tensors of every frame in it allocated.
         """
         failure = self._explain(error)
+        self._close()  # Which an interrupt may have cut short.
         self._clean_up(self._unwind, failure)
         return failure
 
