@@ -139,6 +139,13 @@ class Kept:
     def __init__(self, scale):
         self.scale = scale
 
+    def given(self):
+        return self.scale
+
+    @property
+    def twice(self):
+        return self.given() * 2
+
 
 KEPT = Kept(2.0), Kept(3.0)
 GIVERS = {
@@ -156,3 +163,11 @@ def test_variable_or_weak_reference_in_place_of_another_is_noticed(name) -> None
     read, (before, after) = GIVERS[name]
     box = SimpleNamespace(give=before)
     require_noticed(lambda x: read(box, x), lambda: setattr(box, "give", after))
+
+
+@pytest.mark.parametrize("value", [3.0, torch.full((4,), 3.0)])
+@pytest.mark.parametrize("read", [lambda kept: kept.given(), lambda kept: kept.twice])
+def test_what_methods_read_behind_a_weak_reference_is_noticed(read, value) -> None:
+    kept = Kept(value * 2)
+    reference = weakref.ref(kept)
+    require_noticed(lambda x: x * read(reference()), lambda: setattr(kept, "scale", value))

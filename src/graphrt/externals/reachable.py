@@ -433,7 +433,7 @@ class Walk:
         if type(own) is not dict or is_tensor(owner):
             self._note_elsewhere(path, owner)
             return
-        for name in names or self._names.intersection(own):
+        for name in names or (self._names | self._class_of(owner).own).intersection(own):
             value = own.get(name, MISSING)
             if self._stands_alone(value):
                 yield Place(f"{path}.{name}", own, name, "item", value)
@@ -510,6 +510,10 @@ class Walk:
 
     def _enter_later(self, path: str, value: Any) -> None:
         self._fleeting.append((path, value))
+        if issubclass(type(value), ReferenceType):
+            kind = type(ReferenceType.__call__(value))
+            if not is_odd(kind):  # What its methods read is asked before it may be entered.
+                self._know(kind)
 
     def _enter_tensor(self, path: str, value: torch.Tensor) -> None:
         self._enter_attributes(path, value, attributes_of(value))
