@@ -1409,7 +1409,7 @@ def test_context_of_this_thread_alone_is_watched(lab: Lab) -> None:
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(in_another_thread).result().is_unchanged
     change()
-    assert set(lab.library.check_externals().moved) == {"scale", "own.offset", "own.late"}
+    assert set(lab.library.check_externals().moved) == {"scale.get()", "own.offset", "own.late"}
 
 
 def test_functools_cache_of_no_inputs_is_kept() -> None:

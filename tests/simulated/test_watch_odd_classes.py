@@ -191,6 +191,35 @@ def test_tensor_whose_class_raises_is_named(number: int) -> None:
     assert "code of its class raises" in found.because
 
 
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class MoreSlots(Slots):
+    __slots__ = ("more",)
+
+
+@pytest.mark.parametrize("kind", [Slots, MoreSlots])
+def test_slot_that_is_asked_by_its_name_is_watched(kind: type[Slots]) -> None:
+    found, other = kind(2.0), type("Other", (), {"scale": 1.0})()
+    other.scale = 1.0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(found, "scale", 1.0) * other.__dict__["scale"]
+
+    with rows_runner(fn) as runner, torch.no_grad():
+        runner.capture()
+        assert torch.equal(runner.run({"x": torch.ones(2, 4)}), torch.full((2, 4), 2.0))
+        found.scale = 3.0
+        for _ in range(math.ceil(runner.num_watched / 4)):
+            out = runner.run({"x": torch.ones(2, 4)})
+        assert runner.last_decision.reason is Reason.INVALIDATED
+        assert torch.equal(out, torch.full((2, 4), 3.0))
+
+
 @pytest.mark.parametrize("name", ["__getattribute__", "__getattr__", "func", "args", "keywords"])
 def test_partial_whose_class_raises_is_walked(name: str) -> None:
     own = raises if name.startswith("__") else property(raises)

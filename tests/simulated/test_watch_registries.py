@@ -97,6 +97,50 @@ def test_registry_that_gets_another_entry_is_noticed(name) -> None:
     require_noticed(lambda x: found["double"](x), lambda: change(found))
 
 
+class Registry(type):
+    """Its classes are registries themselves."""
+
+    def __getitem__(cls, key):
+        return cls.entries[key]
+
+    @property
+    def default(cls):
+        return cls.first
+
+    def named(cls):
+        return cls.entries["double"]
+
+    def __class_getitem__(cls, key):
+        return cls.kinds[key]
+
+    kinds = {"double": double}  # noqa: RUF012  Shared on purpose.
+
+
+OF_CLASSES = {
+    "entry": (lambda own, x: own["double"](x), lambda own: own.entries.update(double=triple)),
+    "entries": (
+        lambda own, x: own["double"](x),
+        lambda own: setattr(own, "entries", {"double": triple}),
+    ),
+    "property": (lambda own, x: own.default(x), lambda own: setattr(own, "first", triple)),
+    "method": (lambda own, x: own.named()(x), lambda own: own.entries.update(double=triple)),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_registry_that_is_a_class_is_watched(name) -> None:
+    read, change = OF_CLASSES[name]
+    own = Registry("Own", (), {"entries": {"double": double}, "first": staticmethod(double)})
+    require_noticed(lambda x: read(own, x), lambda: change(own))
+
+
+def test_registry_that_a_class_is_asked_for_is_watched(monkeypatch) -> None:
+    def change():
+        monkeypatch.setitem(Registry.kinds, "double", triple)
+
+    require_noticed(lambda x: Registry["double"](x), change)
+
+
 def test_registry_of_a_class_that_shares_methods_is_noticed() -> None:
     first, second = Local(), Other()
     require_noticed(

@@ -94,9 +94,9 @@ class HeldTensor:
             return False
         if self.storage is None:
             return current is self.tensor
-        if type(current) not in _PLAIN_TENSORS:
-            return _storage_of(current) is self.storage
-        if current.untyped_storage() is not self.storage:
+        is_plain = type(current) in _PLAIN_TENSORS
+        storage = current.untyped_storage() if is_plain else _storage_of(current)
+        if storage is not self.storage:
             return False
         return not self.layout or _layout(current) == self.layout
 
@@ -374,6 +374,18 @@ _Detail = tuple[Callable[[Any], Any], Any, Any]
 _DETAILS: tuple[Any, ...] = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 
 
+def _without_its_code(detail_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same of a tensor of any class, which may have methods of these names."""
+
+    def read(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return detail_of(tensor)
+
+    return read
+
+
+_DETAILS_OF_ANY = tuple(map(_without_its_code, _DETAILS))
+
 _MOST_KEYS = 256
 """Of a dict with more, a look only counts how many they are."""
 
@@ -434,7 +446,8 @@ def probes_of(item: HeldTensor | Place) -> list[Probe]:
     # What stands there is looked at along with its details.
     value = details[0][1]
     look: _Look = looks[0] if looks else (tuple.__getitem__, (value,), 0, value)
-    return [Probe(*look, detail_of, detail, item) for detail_of, _, detail in details]
+    of_details = [Probe(*look, detail_of, detail, item) for detail_of, _, detail in details]
+    return [*of_details, *probes[1:]]
 
 
 def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look], list[_Detail]]:
@@ -461,7 +474,7 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
     if kind == "is_filled":
         return [], [(is_filled, owner, value)]
     if tensor is not None and tensor.parts:
-        return [(_part, tensor, place, tensor.tensor)], []
+        return [(_part, tensor, place, tensor.tensor)], _details_of(tensor, tensor.tensor)
     if kind == "type":
         return _looks_of_type(owner, value), []
     if kind == "member":
@@ -469,7 +482,7 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         looks: list[_Look] = [(read_member, class_of(owner), name, value)]
         if type(hiding) is dict:
             looks.append((dict.get, hiding, name, None))
-        return looks, []
+        return looks, _details_of(tensor, value)
     own = own_dict(owner) if kind == "attribute" and value is MISSING and not in_turns else None
     if type(own) is dict and read_member(class_of(owner), name) is MISSING:
         # Many, because each object of a class lacks it.
@@ -479,12 +492,17 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
     get, box, name = _getter(place)
     looks = [(get, box, name, value)]
     if tensor is not None and tensor.layout:
-        of_layout = zip(_DETAILS, tensor.layout, strict=False)
-        return looks, [(detail_of, value, detail) for detail_of, detail in of_layout]
+        return looks, _details_of(tensor, value)
     if get is dict.get and value is None and kind not in REGISTERS:
         # A None that is gone: a module that is assigned in its place is registered elsewhere.
         looks.append((contains, box, name, True))
     return looks, []
+
+
+def _details_of(tensor: HeldTensor | None, value: Any) -> list[_Detail]:
+    layout = () if tensor is None else tensor.layout
+    details = _DETAILS if type(value) in _PLAIN_TENSORS else _DETAILS_OF_ANY
+    return [(of, value, detail) for of, detail in zip(details, layout, strict=False)]
 
 
 def _looks_of_type(owner: Any, value: object) -> list[_Look]:
@@ -603,11 +621,11 @@ def _hold(
         if owned[id(storage)]:
             return
     name = ".".join((place.path, *parts))
-    layout = _layout(tensor) if storage is not None and is_plain else ()
+    layout = () if storage is None else _layout(tensor)
     found.append(HeldTensor(name, tensor, storage, place, parts, touched=False, layout=layout))
 
 
-_LAYOUT = torch._C.TensorBase.__dict__["layout"].__get__
+_LAYOUT, _DTYPE = (torch._C.TensorBase.__dict__[name].__get__ for name in ("layout", "dtype"))
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -623,13 +641,22 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Of a tensor of any class, without the methods of that class."""
+    if type(tensor) not in _PLAIN_TENSORS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _layout_of_plain(tensor)
+    return _layout_of_plain(tensor)
+
+
+def _layout_of_plain(tensor: torch.Tensor) -> tuple[Any, ...]:
+    of = torch.Tensor
     return (
-        tensor.data_ptr(),
-        _one_object(tensor.size()),
-        _one_object(tensor.stride()),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        of.data_ptr(tensor),
+        _one_object(of.size(tensor)),
+        _one_object(of.stride(tensor)),
+        _DTYPE(tensor),
+        of.is_conj(tensor),
+        of.is_neg(tensor),
     )
 
 
@@ -687,7 +714,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     """Every path above the named ones."""
     found: set[str] = set()
     for name in names:
-        while (cut := max(name.rfind("."), name.rfind("["))) > 0:
+        while (cut := max(map(name.rfind, ".[("))) > 0:
             name = name[:cut]
             if name in found:
                 break

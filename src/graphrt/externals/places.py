@@ -364,7 +364,8 @@ def read_attribute(owner: Any, name: str) -> Any:
     kind = class_of(owner)
     value = read_member(kind, name)
     if value is not MISSING:
-        return filled(value, owner) if type(value) is MemberDescriptorType else value
+        is_slot = type(value) is MemberDescriptorType and kind is not owner
+        return filled(value, owner) if is_slot else value
     if issubclass(kind, torch.nn.Module) and kind is not owner:
         for register in REGISTERS.values():  # It was a plain attribute, or absent.
             value = getattr(owner, register).get(name, MISSING)

@@ -161,7 +161,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _OFF_THE_PATH = (
     "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass copy "
-    "class_getitem getstate setstate reduce reduce_ex getnewargs getnewargs_ex deepcopy replace"
+    "getstate setstate reduce reduce_ex getnewargs getnewargs_ex deepcopy replace"
 )
 _NOT_CALLED = frozenset(f"__{name}__" for name in _OFF_THE_PATH.split())
 """Special methods that no forward calls by an operator of the language, unless code makes an object
@@ -253,8 +253,9 @@ class _Class:
         if "__getattribute__" in self.members:
             self.guessed.add("")
         asked = [names_in(value.__code__) for value in answers if type(value) is FunctionType]
-        self.is_proxy = any("getattr" in names.globals for names in asked)
-        """Whether what is asked of its objects may be asked of others."""
+        self.is_proxy = issubclass(kind, type) or any("getattr" in n.globals for n in asked)
+        """Whether what is asked of its objects may be asked of others: objects of a metaclass are
+        known by themselves."""
         self.answers = bool(answers) and not any(
             "setattr" in names.globals or "__dict__" in names.stored for names in asked
         )
@@ -398,7 +399,8 @@ class Walk:
                 here = OfThread(owner, get_ident(), MISSING)
                 value = here.get(None)
                 if self._stands_alone(value):
-                    yield Place(path, here._replace(value=value), None, "context", value)
+                    owner = here._replace(value=value)
+                    yield Place(f"{path}.get()", owner, None, "context", value)
                 self._note_elsewhere(path, value)
             elif issubclass(type(owner), ReferenceType):
                 target = ReferenceType.__call__(owner)
@@ -431,7 +433,7 @@ class Walk:
         if type(own) is not dict or is_tensor(owner):
             self._note_elsewhere(path, owner)
             return
-        for name in names or self._names.intersection(own):
+        for name in names or (self._names | self._class_of(owner).own).intersection(own):
             value = own.get(name, MISSING)
             if self._stands_alone(value):
                 yield Place(f"{path}.{name}", own, name, "item", value)
@@ -450,7 +452,8 @@ class Walk:
 
     def _enter_fleeting(self, path: str, value: Any) -> None:
         if isinstance(value, ContextVar):
-            self._add(Place(path, value, None, "context", read_context(value, None)))
+            found = read_context(value, None)
+            self._add(Place(f"{path}.get()", value, None, "context", found))
         elif issubclass(type(value), ReferenceType):
             self._stack.append((f"{path}()", ReferenceType.__call__(value)))
         elif not isinstance(value, threading.local):
@@ -507,6 +510,10 @@ class Walk:
 
     def _enter_later(self, path: str, value: Any) -> None:
         self._fleeting.append((path, value))
+        if issubclass(type(value), ReferenceType):
+            kind = type(ReferenceType.__call__(value))
+            if not is_odd(kind):  # What its methods read is asked before it may be entered.
+                self._know(kind)
 
     def _enter_tensor(self, path: str, value: torch.Tensor) -> None:
         self._enter_attributes(path, value, attributes_of(value))

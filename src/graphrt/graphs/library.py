@@ -790,7 +790,7 @@ def _unseen_key_error(
 ) -> CaptureOutsideScopeError:
     error = CaptureOutsideScopeError(
         expected="a key that was captured: " + (", ".join(map(str, nearest)) or "none is"),
-        found="an unseen key, and no capture scope in the forward context",
+        found="an unseen key, and no capture scope of its library in the forward context",
         do="capture it in library.capture_scope(), or dispatch only to captured keys",
     )
     error.locate(owner=entries.owner, mode=entries.mode.name, key=str(key))

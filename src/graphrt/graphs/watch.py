@@ -166,7 +166,7 @@ class Watch:
         """
         known, self._known = self._known, {}
         by_owner: dict[int, list[tuple[Probe, _Item]]] = {}
-        of_classes: set[tuple[int, str]] = set()
+        of_classes: set[tuple[Any, ...]] = set()
         self._list_items()
         for item in self._listed.values():
             place = item.place if isinstance(item, HeldTensor) else item
@@ -184,9 +184,10 @@ class Watch:
             found = by_owner.setdefault(id(place.owner), [])
             for number, probe in enumerate(looks):
                 if probe.get is read_member:  # Many objects share their members.
-                    if (id(probe.box), probe.name) in of_classes:
+                    look = id(probe.box), probe.name, probe.detail_of
+                    if look in of_classes:
                         continue
-                    of_classes.add((id(probe.box), probe.name))
+                    of_classes.add(look)
                 found.append((probe, (item, number)))
         if self.mode == "hooks":  # Hears of no retirement, after which these tensors may go.
             self._sources, self._listed = {}, {}
