@@ -81,6 +81,17 @@ def test_first_call_of_equal_sizes_is_refused():
         compiled.trace(lambda: compiled(**inputs), varying)
 
 
+@pytest.mark.parametrize("marking", ["unbacked", "backed"])
+@pytest.mark.parametrize("size", [0, 17])
+def test_first_call_of_a_size_beyond_the_limits_is_refused(marking, size):
+    compilation = CompilationConfig(level=2, dynamic_shapes=marking)
+    plan = resolve(RuntimeConfig(compilation=compilation)).compile
+    compiled = Compiled(torch.tanh, plan, limits={"tokens": 16})
+    x = torch.zeros(size, WIDTH)
+    with pytest.raises(ContractError, match="16 tokens"):
+        compiled.trace(lambda: compiled(x), [(x, 0, "tokens")])
+
+
 # -- guards kept
 
 

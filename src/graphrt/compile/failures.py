@@ -66,10 +66,17 @@ def translated(error: Exception) -> GraphrtError:
     return CompileError(
         f"trace{at}",
         expected="a model that runs on the example",
-        found=f"{type(error).__name__}: {str(inner or error).strip().splitlines()[0]}",
+        found=_cause(inner or error),
         do="run the model uncompiled (level 0) to see the error itself",
         source=str(source),
     )
+
+
+def _cause(error: Exception) -> str:
+    """The first line; of a run on fake tensors, what that raised."""
+    first, _, rest = str(error).strip().partition("\n")
+    _, _, raised = rest.partition("): got ")
+    return raised.partition("\n")[0] or f"{type(error).__name__}: {first}"
 
 
 def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:
