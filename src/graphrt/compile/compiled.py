@@ -14,13 +14,12 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import effects, ranges, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
-from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
+from graphrt.compile.failures import OF_TRACING, refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
@@ -265,7 +264,7 @@ class Compiled:
         entry = torch.compile(root, backend=backend, fullgraph=True, dynamic=False, options=options)
         try:
             outputs = entry(*args, **kwargs)
-        except (exc.TorchDynamoException, ConstraintViolationError) as error:
+        except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:

@@ -360,7 +360,7 @@ def is_of_transform(value: object) -> bool:
 
 def storage_of(node: fx.Node) -> int:
     """Names the memory of a value in the trace; 0 for what is no tensor."""
-    value = node.meta.get("example_value")
+    value: Any = node.meta.get("example_value")
     while is_of_transform(value):
         value = get_unwrapped(value)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0

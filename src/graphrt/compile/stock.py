@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import exc
 from torch._guards import CompileContext
 
 from graphrt.compile import effects, torch_api
@@ -16,7 +15,7 @@ from graphrt.compile.backends import compiling, find_backend
 from graphrt.compile.compiled import CompileReport, Varying, own_root
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Copies
-from graphrt.compile.failures import translated
+from graphrt.compile.failures import OF_TRACING, translated
 from graphrt.config import CompilePlan
 
 
@@ -81,7 +80,7 @@ class Stock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._entry(*args, **kwargs)
-        except exc.TorchDynamoException as error:
+        except OF_TRACING as error:
             raise translated(error) from error
 
     def audit(self, *, again: bool = False) -> None:
