@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.nn import functional
 
 from graphrt import CompilationConfig, Facts, RuntimeConfig, resolve
 from graphrt.compile import Compiled, Stock
@@ -16,6 +17,7 @@ from graphrt.errors import (
     CompileError,
     ConfigError,
     ContractError,
+    SplittingOpError,
     StateAdvancedError,
 )
 from graphrt.events import Compiled as CompiledEvent
@@ -91,7 +93,7 @@ def no_calls():
     RAN.clear()
 
 
-def compile_alone(model, num_rows=5, most=64, facts=None, **options):
+def compile_alone(model, num_rows=5, most=64, facts=None, impls=None, **options):
     """``Compiled`` by itself, traced at ``num_rows``; and its events."""
     asked = {"level": 3, "splitting_ops": ["torch.sigmoid"], "backend": COUNTING, **options}
     config = RuntimeConfig(
@@ -99,7 +101,7 @@ def compile_alone(model, num_rows=5, most=64, facts=None, **options):
     )
     events = []
     plan = resolve(config, facts).compile
-    one = Compiled(model, plan, limits={"tokens": most}, observer=events.append)
+    one = Compiled(model, plan, limits={"tokens": most}, impls=impls, observer=events.append)
     x = torch.randn(num_rows, WIDTH)
     with torch.no_grad():
         one.trace(lambda: one(x), [(x, 0, "tokens")])
@@ -343,6 +345,86 @@ def test_default_overload_cuts_where_it_is_called_by_name():
     assert [piece.kind for piece in one.report.pieces] == ["captured", "splitting", "captured"]
 
 
+def kinds(model, **asked):
+    one, _ = compile_alone(lambda x: model(x * 2.0) * 2.0, **{"backend": "eager", **asked})
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(one(x), model(x * 2.0) * 2.0, rtol=0, atol=0)
+    return [piece.kind for piece in one.report.pieces]
+
+
+CUT = ["captured", "splitting", "captured"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("aten::sigmoid", torch.sigmoid),
+        ("aten.sigmoid", lambda x: x.sigmoid()),
+        ("aten::sigmoid", lambda x: torch.sigmoid(input=x, out=torch.empty_like(x))),
+        ("aten::sigmoid.default", functional.sigmoid),
+        ("aten::sigmoid.default", torch.nn.Sigmoid()),
+        ("aten::sigmoid.default", torch.ops.aten.sigmoid),
+        ("aten::sigmoid.out", lambda x: torch.sigmoid(x, out=torch.empty_like(x))),
+        ("aten::softmax", torch.nn.Softmax(-1)),
+        ("aten::softmax.int", lambda x: x.softmax(-1)),
+        ("aten::silu", functional.silu),
+        ("aten::matmul", lambda x: x @ x[0]),
+        ("aten::add", lambda x: 1.0 + x),
+        ("aten::add.Tensor", lambda x: x + x),
+    ],
+)
+def test_operator_of_torch_cuts_however_the_model_calls_it(name, model):
+    assert kinds(model, splitting_ops=[name]) == CUT
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "found"),
+    [
+        ("aten::sigmoid.out", torch.sigmoid, "aten::sigmoid"),
+        ("aten::add", lambda x: x.sum() * torch.ones(x.shape[0] + 3), "_operator.add"),
+        ("aten::_softmax", torch.nn.Softmax(-1), "aten::softmax"),
+        ("aten::cross_entropy_loss", lambda x: functional.cross_entropy(x, x), "cross_entropy"),
+    ],
+)
+def test_operator_that_no_call_is_is_refused_with_what_is_called(name, model, found):
+    with pytest.raises(SplittingOpError, match=f"none of {name} among .*{found}"):
+        kinds(model, splitting_ops=[name])
+
+
+def test_function_given_for_an_operator_is_called_where_arguments_are_the_same():
+    impls = {"aten::softmax": lambda x, dim: x + dim}
+    asked = {"splitting_ops": ["aten::softmax"], "backend": "eager", "impls": impls}
+    one, _ = compile_alone(lambda x: (x * 2.0).softmax(-1), **asked)
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(one(x), x * 2.0 - 1.0)
+    with pytest.raises(SplittingOpError, match=r"name torch.nn.functional.softmax"):
+        compile_alone(torch.nn.Softmax(-1), **asked)
+
+
+@torch.library.custom_op(
+    "graphrt_tests::waits", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
+
+
+waits.register_fake(torch.empty_like)
+
+
+def test_operator_that_no_graph_can_hold_cuts_however_it_is_called():
+    for called in (waits, torch.ops.graphrt_tests.waits, torch.ops.graphrt_tests.waits.default):
+        assert kinds(called, splitting_ops=None) == CUT
+
+
+@pytest.mark.parametrize("backend", ["eager", COUNTING])
+def test_transform_of_functions_is_traced_but_not_cut(backend):
+    asked = {"splitting_ops": ["aten::sigmoid"], "backend": backend}
+    rows = torch.vmap(lambda row: row.clone().add_(1.0).view(row.shape))
+    assert kinds(lambda x: torch.sigmoid(rows(x)), **asked) == CUT
+    with pytest.raises(CompileError, match=r"torch.vmap, or another transform.* around it"):
+        compile_alone(torch.vmap(lambda row: torch.sigmoid(row) * 2.0), **asked)
+
+
 class Store(torch.nn.Module):
     """Writes a table twice; what is read in between is a view of it."""
 
@@ -400,6 +482,58 @@ def test_write_of_an_operator_whose_fake_writes_nothing_is_told():
         pytest.raises(StateAdvancedError, match="table"),
     ):
         lab.runtime.capture()
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_statistics_that_an_opaque_piece_keeps_are_told(has_function):
+    class Normed(Store):
+        def forward(self, *, x, ids, lens):
+            mean, var = self.table[0], self.table[1]
+            twice = torch.stack([x, x * 2.0]).transpose(1, 2)
+            if has_function:
+                twice = functional.batch_norm(twice, mean, var, training=True)
+            else:
+                twice = torch.batch_norm(twice, None, None, mean, var, True, 0.1, 1e-5, False)
+            return {"rows": torch.sigmoid(twice[1].t()) + ids[:, None], "lens": lens * 2}
+
+    compilation = {"level": 3, "backend": COUNTING, "splitting_ops": ["torch.sigmoid"]}
+    with (
+        RuntimeLab("FULL", model=Normed(), asked={"compilation": compilation}) as lab,
+        pytest.raises(StateAdvancedError, match="table"),
+    ):
+        lab.runtime.capture()
+
+
+def test_failed_trace_leaves_what_earlier_ones_wrote_as_it_was():
+    class Normed(Store):
+        def forward(self, *, x, ids, lens):
+            self.table.add_(1.0)
+            x = functional.batch_norm(x, self.table[0], self.table[1], training=True)
+            return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+    model = Normed()
+    with pytest.raises(CompileError, match="more than 1 value per channel"):
+        RuntimeLab("NONE", model=model, asked={"compilation": {"level": 2}})
+    assert model.table.eq(0.0).all()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_trace_leaves_what_the_model_writes_as_it_was(level):
+    class Counts(Store):
+        def forward(self, *, x, ids, lens):
+            self.table.add_(1.0)
+            if level == 1:
+                torch._dynamo.graph_break()
+            rows = torch.sigmoid(x) + self.table[0]
+            self.table.add_(1.0)
+            return {"rows": rows + ids[:, None], "lens": lens * 2}
+
+    model = Counts()
+    ops = {"splitting_ops": ["torch.sigmoid"]} if level == 3 else {}
+    with RuntimeLab("NONE", model=model, asked={"compilation": {"level": level, **ops}}) as lab:
+        assert model.table.eq(0.0).all()
+        lab.step(3, 2)
+        assert model.table.eq(2.0).all()
 
 
 # -- level 1

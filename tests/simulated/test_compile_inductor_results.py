@@ -317,6 +317,21 @@ def test_results_of_pieces_keep_the_layout_of_the_model(tmp_path):
         assert [each.stride() for each in found] == [each.stride() for each in expected]
 
 
+@pytest.mark.parametrize("marking", ["unbacked", "backed"])
+def test_piece_whose_sizes_are_made_of_the_axis_is_compiled(tmp_path, marking):
+    def longer(x):
+        rows = torch.sigmoid(torch.cat([x, x[:1].expand(3, 4)]))
+        return torch.tanh(rows) * 2.0, rows.t().contiguous()
+
+    asked = {"dynamic_shapes": marking, "compile_ranges_endpoints": [3], **CUT}
+    one = compiled(longer, plan_of(tmp_path, **asked))
+    first = torch.randn(4, 4)
+    one.trace(partial(one, first), [(first, 0, "tokens")])
+    for size in (2, 4, 5, 8):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(one(x), longer(x))
+
+
 def test_expanded_result_in_new_memory_is_refused(tmp_path):
     def expanded(x):
         return torch.sigmoid(x.t().contiguous().expand(2, 3, x.shape[0]))

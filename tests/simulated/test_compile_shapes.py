@@ -8,7 +8,13 @@ from torch._dynamo import exc
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled
-from graphrt.errors import ContractError, GuardAuditError, RecompileError, ShapeGuardError
+from graphrt.errors import (
+    ContractError,
+    GraphBreakError,
+    GuardAuditError,
+    RecompileError,
+    ShapeGuardError,
+)
 from lab import WIDTH, RuntimeLab, assert_equal, values
 
 
@@ -71,6 +77,24 @@ def test_branch_that_some_size_does_not_take_is_refused(model, marking):
     assert "does not hold for" in caught.value.found
 
 
+@pytest.mark.parametrize(
+    "chosen", [lambda x: x.long().view(-1).tolist()[0], lambda x: [1, 2][x.sum().long().item()]]
+)
+@pytest.mark.parametrize("level", [2, 3])
+def test_number_out_of_a_tensor_that_the_trace_asks_for_names_the_line(level, chosen):
+    def model(x):
+        return torch.sigmoid(x) * chosen(x)
+
+    ops = ["torch.sigmoid"] if level == 3 else None
+    plan = resolve(
+        RuntimeConfig(compilation=CompilationConfig(level=level, splitting_ops=ops))
+    ).compile
+    compiled = Compiled(model, plan, limits={"tokens": 16})
+    x = torch.zeros(5, WIDTH)
+    with pytest.raises((GraphBreakError, ShapeGuardError), match="test_compile_shapes"):
+        compiled.trace(lambda: compiled(x), [(x, 0, "tokens")])
+
+
 def test_first_call_of_equal_sizes_is_refused():
     compilation = CompilationConfig(level=2, dynamic_shapes="backed")
     plan = resolve(RuntimeConfig(compilation=compilation)).compile
@@ -79,6 +103,17 @@ def test_first_call_of_equal_sizes_is_refused():
     varying = [(inputs["x"], 0, "tokens"), (inputs["lens"], 0, "requests")]
     with pytest.raises(ContractError, match="equal ones are taken for one"):
         compiled.trace(lambda: compiled(**inputs), varying)
+
+
+@pytest.mark.parametrize("marking", ["unbacked", "backed"])
+@pytest.mark.parametrize("size", [0, 17])
+def test_first_call_of_a_size_beyond_the_limits_is_refused(marking, size):
+    compilation = CompilationConfig(level=2, dynamic_shapes=marking)
+    plan = resolve(RuntimeConfig(compilation=compilation)).compile
+    compiled = Compiled(torch.tanh, plan, limits={"tokens": 16})
+    x = torch.zeros(size, WIDTH)
+    with pytest.raises(ContractError, match="16 tokens"):
+        compiled.trace(lambda: compiled(x), [(x, 0, "tokens")])
 
 
 # -- guards kept

@@ -14,13 +14,12 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphrt.compile import effects, ranges, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
-from graphrt.compile.failures import refuse_side_effects, refuse_values, translated
+from graphrt.compile.failures import OF_TRACING, refuse_side_effects, refuse_values, translated
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
@@ -243,6 +242,7 @@ class Compiled:
             axes.setdefault(id(tensor), {})[dim] = axis
         contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
         guards: list[Any] = []
+        contract.check(args, kwargs)
         found = _Compilation(self, axes, started)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
@@ -264,11 +264,12 @@ class Compiled:
         entry = torch.compile(root, backend=backend, fullgraph=True, dynamic=False, options=options)
         try:
             outputs = entry(*args, **kwargs)
-        except (exc.TorchDynamoException, ConstraintViolationError) as error:
+        except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:
             compilers.clear()
+            effects.put_back(found.held)
         if found.report is None:
             raise CompileError(
                 "trace",
@@ -313,6 +314,7 @@ class Compiled:
         tell = self._misses.append
         entry = torch_api.stock_compile(root, backend, tell, nopython=True, dynamic=False)
         entry(*args, **kwargs)
+        effects.put_back(found.held)
         return entry
 
 
@@ -339,6 +341,8 @@ class _Compilation:
         self.given: list[str] = []
         self.source = ""
         self.infos: list[PieceInfo] = []
+        self.held = effects.Copies()
+        """What the run of the traced call writes."""
         self.report: CompileReport | None = None
         self._missed: Counter[CacheMiss | None] = Counter()
         """None: loaded."""
@@ -374,7 +378,7 @@ class _Compilation:
         pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
         owner._dump.pieces(pieces)
         captured = [piece for piece in pieces if piece.kind == "captured"]
-        effects.refuse_open_autocast(graph, ops, is_opaque)
+        effects.refuse_open_contexts(graph, ops, is_opaque)
         if is_opaque:
             effects.refuse_shared_writes(pieces)
             for piece in captured:
@@ -405,6 +409,7 @@ class _Compilation:
             calls.append(owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
+        self.held = effects.copies_of_written(graph, inputs)
         self.stitched, self.source = splitter.stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: self.source)
         self.given = _names(graph)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from types import FunctionType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
-from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of
+from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of, overload_of
+from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import CompileError
 
 _IN_PLACE = (
     "setitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 )
 _WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.split())
+
+_MOST_COPIED_BYTES = 1 << 28
 
 _Known = tuple[list[Callable[[Sequence[Any]], Any]], tuple[int, ...]]
 """What makes each output of the arguments; positions of what is written."""
@@ -239,10 +245,11 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                 written[storage_of(value)] = node
 
 
-def refuse_open_autocast(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bool) -> None:
-    """Errors: ``CompileError`` where one of ``ops`` is called under an autocast that the model has
-    entered: pieces before it enter and pieces behind it leave, so that a replay, which runs no
-    Python of theirs, calls it without. What changes nothing may stay, unless that ``is_opaque``.
+def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bool) -> None:
+    """Errors: ``CompileError`` where one of ``ops`` is called under an autocast or a transform of
+    functions that the model has entered: pieces before it enter and pieces behind it leave, so that
+    a replay, which runs no Python of theirs, calls it without. An autocast that changes nothing may
+    stay, unless that ``is_opaque``.
     """
     entered: list[fx.Node] = []
     for node in graph.graph.nodes:
@@ -251,16 +258,21 @@ def refuse_open_autocast(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             entered.remove(node.args[0])
         elif ops.find(node) is not None:
-            for one in entered:
-                kind, dtype, is_on, *_ = one.args
-                if is_opaque or is_on or torch.is_autocast_enabled(str(kind)):
-                    raise CompileError(
-                        f"{node.name} at {line_of(node)}",
-                        expected="a splitting op outside every autocast that the model enters",
-                        found=f"autocast({kind!r}, {dtype}, enabled={is_on}) around it",
-                        do="enter it inside the operator, or around captures and steps",
-                        source=line_of(node),
-                    )
+            around = [
+                f"autocast({kind!r}, {dtype}, enabled={is_on})"
+                for kind, dtype, is_on, *_ in (one.args for one in entered)
+                if is_opaque or is_on or torch.is_autocast_enabled(str(kind))
+            ]
+            if any(is_of_transform(one.meta.get("example_value")) for one in node.all_input_nodes):
+                around.append("torch.vmap, or another transform of functions,")
+            if around:
+                raise CompileError(
+                    f"{node.name} at {line_of(node)}",
+                    expected="a splitting op outside every autocast and torch.vmap of the model",
+                    found=f"{around[0]} around it",
+                    do="enter it inside the operator, or around captures and steps",
+                    source=line_of(node),
+                )
 
 
 def written_inputs(piece: Piece) -> list[int]:
@@ -274,9 +286,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     found: list[Any] = []
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
+        target = getattr(target, overload_of(node) or target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         found += written_among(target, node.args, node.kwargs)
+    elif operator_of(node) in ("aten::batch_norm", "aten::instance_norm"):
+        args, kwargs = node.args, dict(node.kwargs)
+        if isinstance(target, FunctionType):  # Whose arguments have another order.
+            bound = inspect.signature(target).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = (), bound.arguments
+        op = getattr(torch.ops.aten, operator_of(node).removeprefix("aten::")).default
+        found += written_among(op, args, kwargs)
     else:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
@@ -292,16 +312,55 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def written_among(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What of the arguments an operator writes in place, as its schema says."""
-    found = []
-    for index, argument in enumerate(op._schema.arguments):
+    """What of the arguments an operator writes in place, by its schema or known otherwise."""
+    arguments = op._schema.arguments
+    given = [
+        kwargs.get(argument.name, args[at] if at < len(args) else None)
+        for at, argument in enumerate(arguments)
+    ]
+    hidden = hidden_writes(op._schema)
+    found = [given[at] for at in hidden(given)] if hidden else []
+    for one, argument in zip(given, arguments, strict=True):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else None
-            found.append(kwargs.get(argument.name, given))
+            found.append(one)
     return found
+
+
+Copies = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+"""Memory, with a copy of what it held."""
+
+
+def put_back(copies: Copies) -> None:
+    """The first of several copies of one memory counts."""
+    for storage, copy in reversed(copies):
+        storage.copy_(copy)
+
+
+def copies_of_written(graph: fx.GraphModule, inputs: Sequence[Any]) -> Copies:
+    """The memory of ``inputs`` that a run of ``graph`` writes, each with a copy of what it holds.
+
+    Of 256 MiB at most: what is larger is a cache, of which runs on examples write free rows.
+    """
+    written = {storage_of(value) for node in graph.graph.nodes for value in written_by(node)} - {0}
+    found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+    room = _MOST_COPIED_BYTES
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if storage_of(node) in written - found.keys():
+            storage = value.untyped_storage()
+            room -= storage.nbytes()
+            if room >= 0:
+                found[storage_of(node)] = storage, storage.clone()
+    return [*found.values()]
+
+
+def is_of_transform(value: object) -> bool:
+    """Whether it is a tensor as ``torch.vmap`` and other transforms of functions see it."""
+    return isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def storage_of(node: fx.Node) -> int:
     """Names the memory of a value in the trace; 0 for what is no tensor."""
-    value = node.meta.get("example_value")
+    value: Any = node.meta.get("example_value")
+    while is_of_transform(value):
+        value = get_unwrapped(value)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0

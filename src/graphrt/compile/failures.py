@@ -10,7 +10,10 @@ from typing import Any
 from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+)
 
 from graphrt.compile.guards import as_written
 from graphrt.errors import (
@@ -23,6 +26,9 @@ from graphrt.errors import (
     SideEffectWarning,
 )
 from graphrt.source import Source, is_user_file
+
+OF_TRACING = (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
+"""What torch raises where it does not trace."""
 
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
@@ -46,9 +52,10 @@ def translated(error: Exception) -> GraphrtError:
         )
         stop.source = str(source)
         return stop
-    if isinstance(error, exc.UserError) and "data-dependent expression" in first:
+    is_value_asked = isinstance(error, exc.UserError | GuardOnDataDependentSymNode)
+    if is_value_asked and "data-dependent expression" in first:
         expression = first.partition("data-dependent expression ")[2].partition(" (")[0]
-        found = f"a branch on {expression}, where u0, u1 ... are sizes that vary"
+        found = f"{expression}, where u0, u1 ... are sizes that vary or numbers out of a tensor"
         return shape_guard(at, found, str(source))
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
         # Of a size that became a number, where that was is told as text, once for each dimension.
@@ -66,10 +73,17 @@ def translated(error: Exception) -> GraphrtError:
     return CompileError(
         f"trace{at}",
         expected="a model that runs on the example",
-        found=f"{type(error).__name__}: {str(inner or error).strip().splitlines()[0]}",
+        found=_cause(inner or error),
         do="run the model uncompiled (level 0) to see the error itself",
         source=str(source),
     )
+
+
+def _cause(error: Exception) -> str:
+    """The first line; of a run on fake tensors, what that raised."""
+    first, _, rest = str(error).strip().partition("\n")
+    _, _, raised = rest.partition("): got ")
+    return raised.partition("\n")[0] or f"{type(error).__name__}: {first}"
 
 
 def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:

@@ -147,7 +147,8 @@ def operator_called_by(node: fx.Node) -> torch._ops.OpOverload:
         target = target.default
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
     if not isinstance(target, torch._ops.OpOverload):
-        found = "a Python function" if not operator_of(node) else "one of several overloads"
+        is_operator = isinstance(target, torch._ops.OpOverloadPacket)
+        found = "one of several overloads" if is_operator else "a Python function"
     elif not node.users and not writes:
         found = "one whose result nothing uses and whose schema writes nothing: it is left out"
     else:

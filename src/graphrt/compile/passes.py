@@ -12,8 +12,8 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphrt.compile.effects import storage_of, written_by
-from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps
+from graphrt.compile.effects import is_of_transform, storage_of, written_by
+from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps, module_of
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
 _MAY_CHANGE_NOTHING = re.compile(
@@ -112,9 +112,8 @@ def _may_write(node: fx.Node) -> list[fx.Node]:
     is_told = node.op != "call_function" or isinstance(
         target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
     )
-    module = str(getattr(target, "__module__", None) or "torch").partition(".")[0]
     is_kernel = isinstance(target, torch._ops.HigherOrderOperator)  # Of Triton, for one.
-    if is_told or (module in MODULES_OF_TORCH and not is_kernel):
+    if is_told or (module_of(target) in MODULES_OF_TORCH and not is_kernel):
         return written_by(node)
     return node.all_input_nodes
 
@@ -137,7 +136,7 @@ def _name(node: fx.Node) -> str:
 
 def _told(value: Any) -> tuple[Any, ...] | None:
     """Equal for tensors that are one in all but their Python object. No guard is made of sizes."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_of_transform(value):
         return None
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     bits = (value.is_conj(), value.is_neg(), value.requires_grad)

@@ -8,14 +8,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphrt.compile import torch_api
+from graphrt.compile.ranges import sizes_of
 from graphrt.errors import SplittingOpError
 
 T = TypeVar("T")
@@ -97,13 +100,24 @@ class SplittingOps:
     def find(self, node: fx.Node) -> str | None:
         """The name that cuts the graph at ``node``; "" for one that torch says no graph can hold;
         None if it is not cut."""
-        target = node.target
-        tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+        called: Any = node.target
+        if isinstance(called, torch._ops.OpOverloadPacket):
+            called = getattr(called, called.overloads()[0])
+        tags = getattr(called, "tags", ())
         return _of_node(self._names, node, "" if torch.Tag.cudagraph_unsafe in tags else None)
 
     def impl_of(self, node: fx.Node) -> Callable[..., Any] | None:
         """The function that was given for what ``node`` calls."""
-        return _of_node(self._impls, node, None)
+        given, called = _of_node(self._impls, node, None), node.target
+        if given is not None and isinstance(called, FunctionType) and called not in self._impls:
+            name = _path_of(called)
+            raise SplittingOpError(
+                f"op_impls: {operator_of(node)}",
+                expected="the name of what the model calls, if its arguments may be others",
+                found=f"{name}, a Python function",
+                do=f"name {name}",
+            )
+        return given
 
     def call_of(self, node: fx.Node) -> Callable[..., Any] | None:
         """What to call in place of what ``node`` calls: the function given for it, else that which
@@ -141,15 +155,11 @@ def _targets(names: Iterable[str]) -> dict[_Target, str]:
 
 def _of_node(known: Mapping[_Target, T], node: fx.Node, other: T | None) -> T | None:
     """What is known of what ``node`` calls; else ``other``."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        overload = target._overloadname
-    elif isinstance(target, torch._ops.OpOverloadPacket):
-        overload = "default" if target.overloads() == ["default"] else ""
-    else:
-        return known.get(target, other)
     name = operator_of(node)
-    return known.get((name, ""), known.get((name, overload), other))
+    found = known.get(cast("Any", node.target), known.get((name, ""), other))
+    if found is other and any(isinstance(one, tuple) and one[0] == name for one in known):
+        found = known.get((name, overload_of(node)), other)
+    return found
 
 
 def _operator(name: str) -> tuple[str, str] | None:
@@ -194,10 +204,12 @@ def cut(
     """
     parts, matched = _parts(graph, ops)
     if ops.names and not matched:
+        calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
+        called = sorted({operator_of(node) or _path_of(node.target) for node in calls})
         raise SplittingOpError(
             FIELD,
             expected="at least one of them in the traced graph",
-            found=f"none of {', '.join(ops.names)}",
+            found=f"none of {', '.join(ops.names)} among {', '.join(called)}",
             do="name the operators between which graphs are captured, or () for none",
         )
     pieces = []
@@ -210,12 +222,14 @@ def cut(
         used = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        if kind == "captured":
+            inputs += _sizes_behind(graph, inputs, outputs)
         names = {node: name for node in nodes if (name := ops.find(node)) is not None}
         if kind == "splitting" or not is_opaque:
-            called = {node: ops.call_of(node) for node in nodes}
+            replaced = {node: ops.call_of(node) for node in nodes}
         else:
-            called = {node: marked(node) for node in names} if marked else {}
-        module = extract(graph, nodes, inputs, outputs, called)
+            replaced = {node: marked(node) for node in names} if marked else {}
+        module = extract(graph, nodes, inputs, outputs, replaced)
         pieces.append(
             Piece(
                 kind,
@@ -236,12 +250,9 @@ def stitch(
 ) -> tuple[Callable[..., tuple[Any, ...]], str]:
     """A function that takes the graph's inputs, calls ``calls`` in order, returns its outputs; and
     its text."""
-    part_of = {node: index for index, piece in enumerate(pieces) for node in piece.nodes}
-    last_use = {
-        used: max(part_of.get(user, len(pieces)) for user in used.users)
-        for used in graph.graph.nodes
-        if used.users
-    }
+    output: Any = graph.graph.output_node()
+    last_use = {node: index for index, piece in enumerate(pieces) for node in piece.inputs}
+    last_use |= dict.fromkeys(output.all_input_nodes, len(pieces))
     text = {node: f"v{index}" for index, node in enumerate(graph.graph.nodes)}
     body = []
     for index, piece in enumerate(pieces):
@@ -251,7 +262,6 @@ def stitch(
         # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
         dead = [text[node] for node in piece.inputs + piece.outputs if last_use[node] == index]
         body += [f"del {', '.join(dead)}"] if dead else []
-    output: Any = graph.graph.output_node()
     # Constants stand in a table, because not every value has a text that gives it back.
     constants: dict[tuple[type, str], tuple[str, Any]] = {}
 
@@ -301,6 +311,18 @@ def _parts(
     return parts, matched
 
 
+def _sizes_behind(
+    graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The graph's sizes that those of a piece's values are made of, as ``n + 3``, and that none of
+    its ``inputs`` has: a compiler asks for them."""
+    values = [node.meta.get("example_value") for node in (*inputs, *outputs)]
+    sized = [value for value in values if isinstance(value, torch.Tensor | torch.SymInt)]
+    missing = free_symbols(sized) - {size for size, _ in sizes_of(inputs)}
+    places = graph.graph.find_nodes(op="placeholder")
+    return [places[at] for size, (at, dim) in sizes_of(places) if dim < 0 and size in missing]
+
+
 def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
     names = (getattr(node.target, "__name__", str(node.target)) for node in nodes)
     return all(_TRIVIAL.fullmatch(name.partition(".")[0]) for name in names)
@@ -322,17 +344,47 @@ def extract(
         copies[node].meta = node.meta
     for node in nodes:
         copies[node] = piece.node_copy(node, copies.__getitem__)
-        copies[node].target = called.get(node) or node.target
+        if (call := called.get(node)) is not None:
+            copies[node].op, copies[node].target = "call_function", call
     piece.output(tuple(copies[node] for node in outputs))
     return fx.GraphModule(graph, piece)
 
 
 def operator_of(node: fx.Node) -> str:
-    """``ns::op`` of what a node calls; "" where that is no operator."""
-    target = node.target
+    """``ns::op`` of what a node calls, also as the function or method of torch, or the operator of
+    Python on tensors, that has its name; "" where it has none."""
+    target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
-    return getattr(target, "_qualified_op_name", "")
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name
+    is_of_torch = node.op == "call_function" and module_of(target) == "torch"
+    if node.op == "call_method" or module_of(target) == "_operator":
+        values = [used.meta.get("example_value") for used in node.all_input_nodes]
+        is_of_torch = any(isinstance(value, torch.Tensor) for value in values)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return f"aten::{name}" if is_of_torch and hasattr(torch.ops.aten, name) else ""
+
+
+def module_of(target: object) -> str:
+    """The outermost package of a function."""
+    return str(getattr(target, "__module__", None) or "torch").partition(".")[0]
+
+
+def _path_of(target: Any) -> str:
+    module = getattr(target, "__module__", None) or "torch"
+    return f"{module}.{getattr(target, '__qualname__', target)}"
+
+
+def overload_of(node: fx.Node) -> str:
+    """The name of the overload that a node with an ``operator_of`` calls; "" for none that takes
+    these arguments."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._overloadname
+    given: Any = fx.node.map_arg(
+        (node.args, node.kwargs), lambda used: used.meta.get("example_value")
+    )
+    return torch_api.chosen_overload(operator_of(node), *given)
 
 
 def written_out(
@@ -431,11 +483,10 @@ def _named(target: Any) -> str:
             )
         )
         return f"{name} {_PROCESS}" if is_traced_through else name
-    module = getattr(target, "__module__", None) or "torch"
-    name = f"{module}.{getattr(target, '__qualname__', target)}"
+    name = _path_of(target)
     # Kernels of Triton are numbers in the arguments.
     is_kernel = "triton_kernel" in str(target)
-    if is_kernel or module.partition(".")[0] not in MODULES_OF_TORCH:
+    if is_kernel or module_of(target) not in MODULES_OF_TORCH:
         return f"{name} {_PROCESS} {id(target)}"
     return name
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import exc
 from torch._guards import CompileContext
 
-from graphrt.compile import torch_api
+from graphrt.compile import effects, torch_api
 from graphrt.compile.backends import compiling, find_backend
 from graphrt.compile.compiled import CompileReport, Varying, own_root
 from graphrt.compile.dump import Dump
-from graphrt.compile.failures import translated
+from graphrt.compile.effects import Copies
+from graphrt.compile.failures import OF_TRACING, translated
 from graphrt.config import CompilePlan
 
 
@@ -50,6 +50,8 @@ class Stock:
         self._frames: list[int] = []
         """Of each graph that was compiled, which compilation of its code it is, from 0."""
         self._reasons: list[str] = []
+        self._held: Copies | None = None
+        """What the traced run writes, with what it was; None in other runs."""
         root, _ = own_root(target, may_run_uncompiled=True)
         self._entry = torch_api.stock_compile(root, self._compile, self._reasons.append)
 
@@ -67,13 +69,18 @@ class Stock:
         )
 
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
-        """Run it once, which compiles it for these sizes."""
-        run()
+        """Run it once, which compiles it for these sizes. What that code writes is put back."""
+        self._held = held = Copies()
+        try:
+            run()
+        finally:
+            self._held = None
+            effects.put_back(held)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._entry(*args, **kwargs)
-        except exc.TorchDynamoException as error:
+        except OF_TRACING as error:
             raise translated(error) from error
 
     def audit(self, *, again: bool = False) -> None:
@@ -81,6 +88,8 @@ class Stock:
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._refuse_now()
+        if self._held is not None:
+            self._held += effects.copies_of_written(graph, inputs)
         self._dump.graph(f"graph_{len(self._frames)}.py", graph)
         began = perf_counter()
         compile_id: Any = CompileContext.current_compile_id()

@@ -123,6 +123,14 @@ def python_of(operator: str) -> Callable[..., Any] | None:
     return call
 
 
+def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
+    """The overload of ``ns::op`` that torch would call with these; "" for none."""
+    with suppress(RuntimeError):
+        name: str = torch._C._jit_resolve_packet(operator, *args, **kwargs)
+        return name
+    return ""
+
+
 def counting_writes() -> AbstractContextManager[object]:
     """While entered, tensors count what is written to them: inside Inductor's code they do not."""
     key = torch._C.DispatchKey.ADInplaceOrView

@@ -151,6 +151,10 @@ def demo(
         )
     if level == 1:
         raise typer.BadParameter("1; choose 0, 2 or 3.", param_hint="--level")
+    if level == 3 and ubatches > 1:
+        raise typer.BadParameter(
+            f"{ubatches} at level 3; choose 1, or another --level.", param_hint="--ubatches"
+        )
     try:
         _require_libraries()
         # Imported here, because without the extra the command line still lists its commands.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphrt import CUDAGraphMode, RuntimeConfig
+from graphrt import CompilationConfig, CUDAGraphMode, RuntimeConfig, resolve
 from graphrt.planner import TraceRequest, generate_azure_like, read_trace
 from graphrt.report import check_report_path
 from graphrt_llm.config import DeviceName, DType, EngineConfig, LoadFormat
@@ -116,4 +116,7 @@ def read_inputs(options: Options) -> Inputs:
         )
     if options.tensor_parallel:
         described.part(options.num_ranks)  # Refused here before processes are started.
+    # Here, and not once the uncompiled engine has served all of the traffic.
+    level: Any = options.level
+    resolve(RuntimeConfig(compilation=CompilationConfig(level=level)))
     return Inputs(options, requests, trace, described, model, config, report)
