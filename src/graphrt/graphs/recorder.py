@@ -229,10 +229,10 @@ class ProgramRecorder:
             if self.state is not None and not self._saved:
                 self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
-            for tensor in given:
-                if not self._is_outside(tensor):
-                    # The kernels before it have not run: zero keeps index-like values in range.
-                    _zero(tensor)
+            of_pool = [tensor for tensor in given if not self._is_outside(tensor)]
+            for tensor in of_pool:
+                # The kernels before it have not run: zero keeps index-like values in range.
+                _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             watch: AbstractContextManager[list[Write]] = (
                 observed_writes(self.keep) if self.observe else nullcontext([])
@@ -260,7 +260,7 @@ class ProgramRecorder:
                 _Shared(
                     len(self.segments),
                     [_Original(ref(t.untyped_storage()), _Writes(statics[id(t)])) for t in new],
-                    [_Writes(t) for t in given if not self._is_outside(t)],
+                    list(map(_Writes, of_pool)),
                 )
             )
             value = rebuild(result, self._keep_leaf(given_ids, returned, bind, statics))
@@ -415,8 +415,10 @@ class ProgramRecorder:
         """
 
         def bind(tensor: torch.Tensor) -> torch.Tensor:
-            if self._is_outside(tensor):
-                self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
+            if id(tensor) in self._eager_inputs:
+                return tensor
+            if not self.device.owns(tensor):
+                self._eager_inputs[id(tensor)] = TensorRef(site, tensor)
                 return tensor
             layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             known = self._aliases.get(id(tensor))
