@@ -72,7 +72,6 @@ _PLAIN_LEAVES = frozenset(
     (torch.Tensor, torch.nn.Parameter, bool, int, float, complex, str, bytes, type(None))
 )
 _PLAIN_EXACT = frozenset((bool, int, str, bytes))
-_PLAIN_CONTAINERS = frozenset((tuple, list, dict))
 """Most values have one of these exact types, which a look-up tells faster than ``isinstance``."""
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -358,12 +357,15 @@ def _children(value: Any) -> _Children | None:
     kind = type(value)
     if kind in _PLAIN_LEAVES:
         return None
-    if kind not in _PLAIN_CONTAINERS:
-        # Most other values are opaque, which these few types tell faster than those of leaves.
-        if not (isinstance(value, (dict, tuple, list)) or dataclasses.is_dataclass(value)):
-            return None
-        if isinstance(value, _LEAF_TYPES):
-            return None
+    if kind is tuple or kind is list:
+        return "item", range(len(value)), list(value)
+    if kind is dict:
+        return "item", list(value), list(value.values())
+    # Most other values are opaque, which these few types tell faster than those of leaves.
+    if not (isinstance(value, (dict, tuple, list)) or dataclasses.is_dataclass(value)):
+        return None
+    if isinstance(value, _LEAF_TYPES):
+        return None
     if isinstance(value, dict):
         return "item", list(value), list(value.values())
     names: Sequence[Any] | None = getattr(kind, "_fields", None)
