@@ -72,7 +72,6 @@ _PLAIN_LEAVES = frozenset(
     (torch.Tensor, torch.nn.Parameter, bool, int, float, complex, str, bytes, type(None))
 )
 _PLAIN_EXACT = frozenset((bool, int, str, bytes))
-_PLAIN_CONTAINERS = frozenset((tuple, list, dict))
 """Most values have one of these exact types, which a look-up tells faster than ``isinstance``."""
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,8 +116,9 @@ def walk(value: Any, path: Path = (), _above: tuple[int, ...] = ()) -> Iterator[
     """
     parts = None if id(value) in _above else _children(value)
     if parts is None:
-        kind: Kind = "host" if is_host(value) else "opaque"
-        yield Node(path, "tensor" if isinstance(value, torch.Tensor) else kind, value)
+        is_tensor = isinstance(value, torch.Tensor)
+        kind: Kind = "tensor" if is_tensor else "host" if is_host(value) else "opaque"
+        yield Node(path, kind, value)
         return
     step_kind, names, children = parts
     yield Node(path, "container", value, len(children))
@@ -167,6 +167,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def rebuild(value: Any, leaf: Callable[[Path, Any], Any]) -> Any:
     """Return a copy of the containers of ``value`` with ``leaf(path, value)`` at each leaf."""
+    if _children(value) is None:  # Most results of eager segments are one tensor.
+        return leaf((), value)
     paths = iter([node.path for node in walk(value) if node.kind != "container"])
     return _map(value, lambda child: leaf(next(paths), child), ())
 
@@ -191,6 +193,8 @@ def is_host(value: Any) -> bool:
 
     Numbers, texts, dates, paths, types, ranges; sets of these and of tuples of these.
     """
+    if type(value) in _PLAIN_EXACT:
+        return True
     if isinstance(value, slice):
         return all(map(is_host, (value.start, value.stop, value.step)))
     if isinstance(value, set | frozenset):
@@ -323,7 +327,7 @@ def _collect(values: Sequence[Any], above: tuple[int, ...], found: list[torch.Te
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
-        else:
+        elif type(value) not in _PLAIN_LEAVES:
             parts = _children(value)
             if parts is not None and id(value) not in above:
                 _collect(parts[2], (*above, id(value)), found)
@@ -335,7 +339,12 @@ def _map(value: Any, leaf: Callable[[Any], Any], above: tuple[int, ...]) -> Any:
         return leaf(value)
     _, names, children = parts
     below = (*above, id(value))
-    return _copy_with(value, names, [_map(child, leaf, below) for child in children])
+    # Most children are leaves, which need no call of their own.
+    changed = [
+        leaf(child) if type(child) in _PLAIN_LEAVES else _map(child, leaf, below)
+        for child in children
+    ]
+    return _copy_with(value, names, changed)
 
 
 # How a container's children are reached, the names of the steps to them, and they, in order. A
@@ -348,12 +357,15 @@ def _children(value: Any) -> _Children | None:
     kind = type(value)
     if kind in _PLAIN_LEAVES:
         return None
-    if kind not in _PLAIN_CONTAINERS:
-        # Most other values are opaque, which these few types tell faster than those of leaves.
-        if not (isinstance(value, (dict, tuple, list)) or dataclasses.is_dataclass(value)):
-            return None
-        if isinstance(value, _LEAF_TYPES):
-            return None
+    if kind is tuple or kind is list:
+        return "item", range(len(value)), list(value)
+    if kind is dict:
+        return "item", list(value), list(value.values())
+    # Most other values are opaque, which these few types tell faster than those of leaves.
+    if not (isinstance(value, (dict, tuple, list)) or dataclasses.is_dataclass(value)):
+        return None
+    if isinstance(value, _LEAF_TYPES):
+        return None
     if isinstance(value, dict):
         return "item", list(value), list(value.values())
     names: Sequence[Any] | None = getattr(kind, "_fields", None)

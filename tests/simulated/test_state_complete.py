@@ -1264,6 +1264,28 @@ def test_memo_where_there_was_nothing_is_refused_and_removed(case: str, warmups:
     assert not is_set(), "nothing serves, so nothing reads it"
 
 
+def test_class_of_what_a_first_run_made_is_put_back_where_later_runs_turn_it() -> None:
+    class Before:
+        pass
+
+    class After(Before):
+        pass
+
+    owner = SimpleNamespace(known=(Before(), After()), made=None)
+
+    def step(x: Tensor) -> Tensor:
+        if owner.made is None:
+            owner.made = Before()
+        else:
+            owner.made.__class__ = After if type(owner.made) is Before else Before
+        return x * 2
+
+    with make(step, sizes=[4]) as runner:
+        runner.capture()
+        assert len(runner.report().graphs) == 1
+        assert type(owner.made) is Before
+
+
 def test_memo_of_no_inputs_on_a_class_stays_and_is_watched() -> None:
     class Owner:
         pass

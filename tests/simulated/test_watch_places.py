@@ -310,6 +310,16 @@ def default_argument():
     return fn, lambda: setattr(holder, "scale", 3.0)
 
 
+def defaults_replaced(name, new):
+    def case():
+        def scaled(x, by=2.0, shift=1.0, *, less=0.5):
+            return x * by + shift - less
+
+        return (lambda x: scaled(x)), replaced(scaled, name, new)
+
+    return case
+
+
 def list_of_modules():
     layers = [linear(), linear()]
 
@@ -384,6 +394,10 @@ OTHER_CASES = [
     inside_a_break_point,
     pytest.param(of_engine(lambda e: setattr(e, "model", linear())), id="engine_model"),
     pytest.param(of_engine(lambda e: setattr(e, "factor", 3.0)), id="engine_host_value"),
+    pytest.param(defaults_replaced("__defaults__", (3.0, 1.0)), id="first_default"),
+    pytest.param(defaults_replaced("__defaults__", (2.0, 3.0)), id="last_default"),
+    pytest.param(defaults_replaced("__defaults__", (9.0, 2.0, 3.0)), id="another_default"),
+    pytest.param(defaults_replaced("__kwdefaults__", {"less": 0.0}), id="keyword_default"),
     pytest.param(of_engine(lambda e: setattr(e.slots, "weight", weight())), id="engine_slot"),
 ]
 

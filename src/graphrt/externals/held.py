@@ -22,6 +22,7 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.externals.places import (
     MISSING,
+    READ,
     REGISTERS,
     Place,
     attributes_of,
@@ -490,6 +491,8 @@ def _looks_at(item: HeldTensor | Place, *, in_turns: bool) -> tuple[list[_Look],
         looks = [(read_member, class_of(owner), name, MISSING)]
         return [*looks, *((contains, box, name, False) for box in boxes)], []
     get, box, name = _getter(place)
+    if get is contains:
+        return [(get, box, name, False)], []
     looks = [(get, box, name, value)]
     if tensor is not None and tensor.layout:
         return looks, _details_of(tensor, value)
@@ -669,7 +672,8 @@ def _one_object(value: tuple[int, ...]) -> tuple[int, ...]:
 def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     """The fastest function that reads a place, and its two arguments.
 
-    Of an entry of a dict, ``dict.get``, which does not tell a None from one that is gone.
+    Of an entry of a dict, ``dict.get``, which does not tell a None from one that is gone; of one
+    that is not there, ``contains``, which only tells that it came.
     """
     owner, name, kind = place.owner, place.name, place.kind
     boxes: Any = None
@@ -685,11 +689,13 @@ def _getter(place: Place) -> tuple[Callable[[Any, Any], Any], Any, Any]:
     is_plain = not is_odd(kind_of_name) and is_hashed_in_c(kind_of_name)
     if type(boxes) is dict and is_plain and name in boxes:
         return dict.get, boxes, name
-    if type(boxes) is tuple:
+    if type(boxes) is dict and is_plain and kind == "item" and place.value is MISSING:
+        return contains, boxes, name
+    if issubclass(type(boxes), tuple):
         return tuple.__getitem__, boxes, name
     if type(boxes) is list:
         return _item_of_list, boxes, name
-    return _read, place, None
+    return READ[kind], owner, name
 
 
 def _item_of_list(box: list[Any], index: int) -> Any:
@@ -698,10 +704,6 @@ def _item_of_list(box: list[Any], index: int) -> Any:
 
 def _part(item: HeldTensor, place: Place) -> Any:
     return item.part_of(place.read())
-
-
-def _read(place: Place, _: object) -> Any:
-    return place.read()
 
 
 _WRAPPERS = (property, cached_property, staticmethod, classmethod)

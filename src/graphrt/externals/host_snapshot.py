@@ -490,12 +490,12 @@ class HostSnapshot:
         self._lengths: list[int] = []
         self._values: list[Any] = []
         self._singles: Mapping[Kind, _Singles] = {
+            **{kind: _Singles(get) for kind, get in _GETTERS.items()},
             "global": _Singles(dict.get, repeat(MISSING)),
-            "own": _Singles(object.__getattribute__),
         }
-        """Global variables and what each object has, in the same way."""
+        """Single variables and attributes, in the same way."""
         self._others: list[_Held] = []
-        """Other single variables and attributes, and other containers."""
+        """Global variables in what is no plain dict, and other containers."""
         self._empty: list[tuple[str, Any, Kind]] = []
         """Containers that have held nothing so far: most of a module's."""
         self._empty_targets: list[Any] = []
@@ -695,7 +695,7 @@ class HostSnapshot:
             self._views.append(held.target if is_list else dict.values(held.box))
             self._lengths.append(len(held.last))
             self._values += held.last.values()
-        elif held.kind in self._singles and (held.kind == "own" or type(held.target) is dict):
+        elif held.kind in self._singles and (held.kind != "global" or type(held.target) is dict):
             self._singles[held.kind].add(held)
         else:
             self._others.append(held)
@@ -719,8 +719,9 @@ class HostSnapshot:
                     self._empty.append((path, target, kind))
                     self._empty_targets.append(target)
         touched = []
-        now: list[Collection[Any]] = list(self._views)
+        now: list[Collection[Any]] = self._views
         if list(map(len, now)) != self._lengths:
+            now = list(now)
             for row, length in enumerate(self._lengths):
                 if len(now[row]) != length:
                     touched.append(self._rows[row])

@@ -100,7 +100,7 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         """What stands there now, or ``MISSING``. Runs no code of the user's but a key's hash."""
-        return _READ[self.kind](self.owner, self.name)
+        return READ[self.kind](self.owner, self.name)
 
     def fits(self, value: Any) -> bool:
         """True if a program that was captured with what stood there would do the same with this."""
@@ -536,10 +536,16 @@ def read_memo(owner: Any, name: int) -> Any:
 
 
 def _read_default(owner: FunctionType, name: str) -> Any:
-    return dict(defaults_of(owner)).get(name, MISSING)
+    # Not through ``defaults_of``, because each look at each of them would list them all.
+    code, defaults = owner.__code__, owner.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    if name not in positional:
+        return (owner.__kwdefaults__ or {}).get(name, MISSING)
+    from_end = len(positional) - positional.index(name)
+    return defaults[-from_end] if from_end <= len(defaults) else MISSING
 
 
-_READ = {
+READ: Mapping[PlaceKind, Callable[[Any, Any], Any]] = {
     "attribute": read_attribute,
     "member": read_attribute,
     "parameter": _read_register("_parameters"),
@@ -562,6 +568,7 @@ _READ = {
     "memo": read_memo,
     "target": lambda owner, _: id(ReferenceType.__call__(owner)),
 }
+"""How each kind of place is read: asked of its owner and its name."""
 
 
 class OfThread(NamedTuple):

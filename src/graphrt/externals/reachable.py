@@ -354,24 +354,35 @@ class Walk:
         """Objects whose class has methods that store entries, by path."""
         self._methods: list[tuple[FunctionType, _Class]] = []
         """Named, and not read yet."""
+        self._num_functions = 0
+        """Of which the code was read."""
 
     def follow(self, target: object, path: str = "") -> Reach:
-        """Walk everything that ``target`` reaches and that this walk has not entered yet."""
+        """Walk everything that ``target`` reaches and that this walk has not entered yet.
+
+        A later target that brings no code of its own brings no places for what it has not.
+        """
         if id(target) in self._seen:
             return Reach((), {}, None, None)
         num_seen = len(self._seen)
-        found = self._run(path, target)
+        found = self._run(path, target, is_first=not num_seen)
         if self._skipped & self._home:  # A module of a package was found after other code of it.
             for key in list(self._seen)[num_seen:]:
                 del self._seen[key]
             self._classes.clear()
-            found = self._run(path, target)
+            found = self._run(path, target, is_first=not num_seen)
         return found
 
-    def _run(self, path: str, target: object) -> Reach:
+    def _run(self, path: str, target: object, *, is_first: bool) -> Reach:
         self._places, self._objects, self._unnamed, self._unread = [], {}, {}, {}
         self._skipped.clear()
+        code_before = self._code_so_far()
         self._enter_all([(path, target)])
+        is_known = not is_first and self._code_so_far() == code_before
+        if is_known and not (self._broken or self._fleeting):
+            # A value that known code has set: what that code names elsewhere was listed before.
+            places = (*self._places, *self._unnamed_attributes())
+            return Reach(places, self._objects, None, None, assigned=self._assigned)
         outside = self._found() if self._broken else None
         self._enter_broken()
         lasting = None
@@ -479,8 +490,7 @@ class Walk:
             self._leave_out(path, value, f"a walk ends after {MAX_OBJECTS} objects")
 
     def _found(self, outside_breaks: Reach | None = None, lasting: Reach | None = None) -> Reach:
-        unnamed = (place for places in self._unnamed.values() for place in places)
-        places = [*self._places, *(place for place in unnamed if place.kind != "member")]
+        places = [*self._places, *self._unnamed_attributes()]
         places += [*self._methods_of_classes(), *self._of_the_process(), *self._of_others.values()]
         places += self._not_there()
         unwatched = tuple(self._told_unwatched())
@@ -493,6 +503,14 @@ class Walk:
             tuple(self._spaces()),
             frozenset(self._assigned),
         )
+
+    def _unnamed_attributes(self) -> Iterator[Place]:
+        unnamed = (place for places in self._unnamed.values() for place in places)
+        return (place for place in unnamed if place.kind != "member")
+
+    def _code_so_far(self) -> tuple[int, ...]:
+        """How many functions, names, modules and classes are known."""
+        return self._num_functions, len(self._names), len(self._scopes), len(self._classes)
 
     def _spaces(self) -> Iterator[type | Mapping[str, Any]]:
         own = [kind for kind, known in self._classes.items() if not known.is_foreign]
@@ -960,6 +978,7 @@ class Walk:
 
     def _enter_function(self, _: str, function: FunctionType, known: _Class | None = None) -> None:
         """``known``: the class of the object that is its first argument, where that is known."""
+        self._num_functions += 1
         home = function.__globals__.get("__name__")
         if home == _BREAKS:  # Its other variables are graphrt's own.
             wrapped = attributes_of(function).get("__wrapped__")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
@@ -69,15 +69,18 @@ open_cuts = OpenCuts()
 
 
 class _Writes:
-    """Whether a tensor is written from now on, in place or through a view."""
+    """Whether a tensor is written from now on, in place or through a view.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    ``empty(dtype, device)``: a tensor without elements.
+    """
+
+    def __init__(self, tensor: torch.Tensor, empty: Callable[..., torch.Tensor]) -> None:
         self._counter: torch.Tensor | None = None
         # Nothing counts the writes of inference mode, nor those of a tensor made of others.
         if not tensor.is_inference() and not hasattr(tensor, "__tensor_flatten__"):
             # It shares the count, and no memory: the pool shall have that back.
             self._counter = tensor.detach()
-            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._counter.data = empty(tensor.dtype, tensor.device)
             self._before = self._counter._version
 
     def happened(self, *, if_uncounted: bool) -> bool:
@@ -152,6 +155,11 @@ class ProgramRecorder:
     @cached_property
     def _label(self) -> str:
         return f"{self.owner} {self.mode.name} {self.key}"
+
+    @cached_property
+    def _empty(self) -> Callable[..., torch.Tensor]:
+        """One tensor for all that count writes: to make each its own takes longer than the rest."""
+        return cache(lambda dtype, device: torch.empty(0, dtype=dtype, device=device))
 
     @property
     def graphs(self) -> list[DeviceGraph]:
@@ -229,10 +237,10 @@ class ProgramRecorder:
             if self.state is not None and not self._saved:
                 self._saved.append(self.state.save())
             given = tensors_of((args, kwargs))
-            for tensor in given:
-                if not self._is_outside(tensor):
-                    # The kernels before it have not run: zero keeps index-like values in range.
-                    _zero(tensor)
+            of_pool = [tensor for tensor in given if not self._is_outside(tensor)]
+            for tensor in of_pool:
+                # The kernels before it have not run: zero keeps index-like values in range.
+                _zero(tensor)
             versions = [(tensor, _version(tensor)) for tensor in given]
             watch: AbstractContextManager[list[Write]] = (
                 observed_writes(self.keep) if self.observe else nullcontext([])
@@ -252,15 +260,24 @@ class ProgramRecorder:
             returned: list[Returned] = []
             bind = self._bind(site)
             given_ids = set(map(id, given))
-            addresses = {storage_start(tensor) for tensor in given} - {0}
-            new = [each for each in tensors_of(result) if storage_start(each) not in addresses]
+            # Mostly it returns one of its arguments, whose storages need no look then.
+            others = [
+                each
+                for each in tensors_of(result)
+                if id(each) not in given_ids or not storage_start(each)
+            ]
+            addresses = {storage_start(tensor) for tensor in given} - {0} if others else set()
+            new = [each for each in others if storage_start(each) not in addresses]
             _require_strided(new, site)
             statics = self._static_outputs(new)
             self._shared.append(
                 _Shared(
                     len(self.segments),
-                    [_Original(ref(t.untyped_storage()), _Writes(statics[id(t)])) for t in new],
-                    [_Writes(t) for t in given if not self._is_outside(t)],
+                    [
+                        _Original(ref(t.untyped_storage()), _Writes(statics[id(t)], self._empty))
+                        for t in new
+                    ],
+                    [_Writes(tensor, self._empty) for tensor in of_pool],
                 )
             )
             value = rebuild(result, self._keep_leaf(given_ids, returned, bind, statics))
@@ -415,8 +432,10 @@ class ProgramRecorder:
         """
 
         def bind(tensor: torch.Tensor) -> torch.Tensor:
-            if self._is_outside(tensor):
-                self._eager_inputs.setdefault(id(tensor), TensorRef(site, tensor))
+            if id(tensor) in self._eager_inputs:
+                return tensor
+            if not self.device.owns(tensor):
+                self._eager_inputs[id(tensor)] = TensorRef(site, tensor)
                 return tensor
             layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             known = self._aliases.get(id(tensor))
