@@ -45,6 +45,7 @@ from graphrt import (
     RuntimeReport,
 )
 from graphrt.runner.comparisons import Comparisons
+from graphrt.verify import PaddingChecked
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
 from graphrt_llm.config import CaptureWhen, DType
 from graphrt_llm.models import CausalLM, ModelConfig
@@ -423,8 +424,8 @@ def unpadded() -> Iterator[None]:
         yield
 
 
-def _nothing(*_: object) -> tuple[None, dict[str, object]]:
-    return None, {}
+def _nothing(*_: object) -> PaddingChecked:
+    return PaddingChecked(None, {}, "")
 
 
 def start_with_every_key(context: int, seed: int) -> Start:
