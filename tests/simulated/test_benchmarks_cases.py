@@ -44,6 +44,7 @@ from benchmarks.table import number_of
 
 from graphrt import CompilationConfig, GraphLibrary, Runtime, RuntimeMode, SimulatedDevice
 from graphrt.planner import TraceRequest
+from graphrt.verify import PaddingChecked
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
@@ -211,7 +212,8 @@ def test_a_start_without_the_padded_comparison_makes_none() -> None:
     runtime = replace(TINY_CONFIG.runtime, compilation=few)
     config = replace(TINY_CONFIG, device="simulated", runtime=runtime)
     counts = []
-    with mock.patch("graphrt.runner.comparisons.check_padding", return_value=(None, {})) as check:
+    found = PaddingChecked(None, {}, "")
+    with mock.patch("graphrt.runner.comparisons.check_padding", return_value=found) as check:
         for around in (engine.unpadded(), nullcontext()):
             with around, LLMEngine.tiny(config) as served:
                 served.capture()
