@@ -17,21 +17,12 @@ from graphrt.values import tensors_of
 _ENOUGH = 4096
 """Numbers that are skipped, so that few rows do not draw the same ones again."""
 _aten = torch.ops.aten
-_PLAIN = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "uniform",
-        "uniform_",
-    }
-    | {"random", "random_", "normal_", "normal_functional", "exponential", "exponential_"}
-    | {"geometric", "geometric_", "cauchy", "cauchy_", "log_normal", "log_normal_"}
+_DRAW_ALIKE = (
+    "rand randn randint randperm rand_like randn_like randint_like uniform uniform_ random random_ "
+    "normal_ normal_functional exponential exponential_ geometric geometric_ cauchy cauchy_ "
+    "log_normal log_normal_"
 )
+_PLAIN = frozenset(_DRAW_ALIKE.split())
 """Operators of ``aten`` that draw each element alike, whatever their tensors hold."""
 _PLAIN_FORMS = (_aten.bernoulli.p, _aten.bernoulli_.float, _aten.normal.float_float)
 """Those of which other overloads look at what tensors hold."""
@@ -72,7 +63,7 @@ class SameDraws(LookingMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._require_known("code that no operator shows")
+        self._require_known()
         if self._place is not None and self._place != len(self._drawn):
             self.unlike = self.unlike or "fewer draws in the unpadded batch"
         self._place = 0
@@ -85,7 +76,7 @@ class SameDraws(LookingMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        self._require_known("code that no operator shows")
+        self._require_known()
         form = _FORMS.get(func)
         if form is not None:
             result = form(self._noise, *args, **kwargs)
@@ -126,7 +117,7 @@ class SameDraws(LookingMode):
     def _states(self) -> list[torch.Tensor]:
         return [each.get_state() for each in self._generators]
 
-    def _require_known(self, what: str) -> None:
+    def _require_known(self, what: str = "code that no operator shows") -> None:
         for stood, stands in zip(self._stand, self._states(), strict=True):
             if not torch.equal(stood, stands):
                 self.unlike = self.unlike or f"{what} draws"
@@ -154,8 +145,9 @@ Noise = Callable[..., torch.Tensor]
 
 
 def _dropout(noise: Noise, x: torch.Tensor, p: float, train: bool | None = True) -> Any:
-    kept = noise(x) >= (p if train or train is None else 0.0)
-    scale = 1.0 / (1.0 - p) if p < 1.0 and (train or train is None) else 1.0
+    p = p if train or train is None else 0.0
+    kept = noise(x) >= p
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 1.0
     return torch.where(kept, x * scale, torch.zeros_like(x)), kept
 
 

@@ -121,8 +121,7 @@ _STATE_OF_PADDING = (
 )
 
 
-Draws = SameDraws | AbstractContextManager[None]
-_OWN_DRAWS: AbstractContextManager[None] = nullcontext()
+_OWN_DRAWS: AbstractContextManager[object] = nullcontext()
 _NUM_DRAWS = 3
 
 
@@ -186,7 +185,9 @@ def check_padding(
     subject = f"{mode.name}, {key}, real sizes {dict(sizes)}"
     names = () if reads_padding else arbitrary_buffers(bound)
 
-    def call_with(call: Callable[[], Any], *varied: str, draws: Draws = _OWN_DRAWS) -> Any:
+    def call_with(
+        call: Callable[[], Any], *varied: str, draws: AbstractContextManager[object] = _OWN_DRAWS
+    ) -> Any:
         if call is not run_unpadded:
             stage()
         # A FULL replay runs no Python, which might remember anything.
@@ -200,7 +201,7 @@ def check_padding(
         *varied: str,
         is_last: bool = False,
         poisons: bool = True,
-        draws: Draws = _OWN_DRAWS,
+        draws: AbstractContextManager[object] = _OWN_DRAWS,
     ) -> RunResult:
         if poisons:
             state.begin(saved, is_last=is_last)
