@@ -347,6 +347,15 @@ OUTCOMES: dict[str, tuple[str, Callable[[Operands], Any]]] = {
     "cholesky by its old name": ("refused", lambda t: torch.cholesky(positive(t.x))),
     "cholesky_ex": ("ok", lambda t: torch.linalg.cholesky_ex(positive(t.x))),
     "cholesky_inverse": ("ok", lambda t: torch.cholesky_inverse(positive(t.x).tril())),
+    "cholesky_inverse of several": (
+        "refused",
+        lambda t: torch.cholesky_inverse(positive(t.x).tril().expand(2, 4, 4)),
+    ),
+    "cholesky_solve": ("ok", lambda t: torch.cholesky_solve(t.x, positive(t.x).tril())),
+    "cholesky_solve of several": (
+        "refused",
+        lambda t: torch.cholesky_solve(t.x.expand(2, 4, 4), positive(t.x).tril().expand(2, 4, 4)),
+    ),
     "solve": ("refused", lambda t: torch.linalg.solve(positive(t.x), t.x)),
     "solve_ex": ("ok", lambda t: torch.linalg.solve_ex(positive(t.x), t.x)),
     "solve_triangular": (
@@ -355,6 +364,11 @@ OUTCOMES: dict[str, tuple[str, Callable[[Operands], Any]]] = {
     ),
     "lu_factor": ("refused", lambda t: torch.linalg.lu_factor(positive(t.x))),
     "lu_factor_ex": ("ok", lambda t: torch.linalg.lu_factor_ex(positive(t.x))),
+    "lu_factor_ex of few rows": ("refused", lambda t: torch.linalg.lu_factor_ex(t.x[:3])),
+    "lu": ("ok", lambda t: torch.linalg.lu(positive(t.x))),
+    "lu of few columns": ("refused", lambda t: torch.linalg.lu(t.x[:, :3])),
+    "ldl_factor_ex": ("refused", lambda t: torch.linalg.ldl_factor_ex(positive(t.x))),
+    "ldl_solve": ("refused", lambda t: torch.linalg.ldl_solve(positive(t.x), t.i.int() + 1, t.x)),
     "qr": ("ok", lambda t: torch.linalg.qr(t.x)),
     "det": ("ok", lambda t: torch.linalg.det(positive(t.x))),
     "slogdet": ("ok", lambda t: torch.linalg.slogdet(positive(t.x))),
@@ -383,6 +397,8 @@ OUTCOMES: dict[str, tuple[str, Callable[[Operands], Any]]] = {
     "histc with a range": ("ok", lambda t: torch.histc(t.x, 4, -1, 1)),
     "histogram": ("error", lambda t: torch.histogram(t.x, 4)),
     "quantile": ("ok", lambda t: torch.quantile(t.x, 0.25, dim=1)),
+    "mode": ("ok", lambda t: torch.mode(t.x)),
+    "mode of many": ("refused", lambda t: torch.mode(t.x.view(1, 16).repeat(1, 200))),
     "searchsorted": ("ok", lambda t: torch.searchsorted(t.x.sort(1).values, t.x)),
     "searchsorted by a sorter": (
         "refused",
@@ -500,7 +516,7 @@ OUTCOMES: dict[str, tuple[str, Callable[[Operands], Any]]] = {
 
 # A capture of these breaks cuSOLVER for the whole process: eager calls fail afterwards with
 # CUSOLVER_STATUS_EXECUTION_FAILED. So the refusal is asked of the simulated device only.
-BREAKS_CUSOLVER = frozenset({"eigh", "eigvalsh"})
+BREAKS_CUSOLVER = frozenset({"eigh", "eigvalsh", "ldl_factor_ex"})
 
 # Recorded too. Each replay draws anew, so that there is nothing to compare it with.
 RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -338,6 +338,30 @@ def _check_sorter(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | N
     return _checks_host(f"{func._schema.name} (with a sorter)")
 
 
+def _refuse_always(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    return _checks_host(func._schema.name)
+
+
+def _check_square(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    if named["A"].shape[-1] == named["A"].shape[-2]:
+        return None
+    return _checks_host(f"{func._schema.name} (of a matrix that is not square)")
+
+
+def _check_single(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    if named["self"].dim() == 2:
+        return None
+    return _checks_host(f"{func._schema.name} (of several matrices)")
+
+
+def _check_mode(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
+    tensor = named["self"]
+    # Longer ones are sorted by Thrust, one after the other.
+    if tensor.dim() == 0 or tensor.shape[named.get("dim", -1)] <= 2048:
+        return None
+    return _checks_host("aten::mode (along more than 2048 elements)")
+
+
 def _check_lengths(func: Operator, named: Kwargs, is_host: Is) -> ForbiddenOp | None:
     if named.get("lengths") is None or named.get("unsafe"):
         return None
@@ -369,6 +393,10 @@ _BY_ARGUMENTS: Mapping[str, Callable[[Operator, Kwargs, Is], ForbiddenOp | None]
         (_check_set, ("set_",)),
         (_check_sorter, ("searchsorted",)),
         (_check_lengths, ("segment_reduce",)),
+        (_refuse_always, ("linalg_ldl_factor_ex", "linalg_ldl_solve")),
+        (_check_square, ("linalg_lu_factor_ex", "linalg_lu")),
+        (_check_single, ("cholesky_inverse", "cholesky_solve")),
+        (_check_mode, ("mode",)),
     )
     for name in names
 }
