@@ -103,6 +103,27 @@ def test_error_of_torchs_own_check_is_a_forbidden_operation(text: str) -> None:
     assert ("generators" in translated.do) == ("CUDA generator" in text)
 
 
+def test_new_seed_in_a_capture_is_a_forbidden_operation() -> None:
+    text = (
+        "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed "
+        "is the same as the original seed."
+    )
+    translated = translate(raised(RuntimeError(text)))
+    assert isinstance(translated, ForbiddenOperationError)
+    assert translated.do == "seed before the capture, or between two replays"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("StreamCaptureUnsupported", 900), ("MemoryAllocation", 0)]
+)
+def test_error_that_thrust_quotes_is_known_by_its_text(name: str, code: int) -> None:
+    text = TEXTS.get(code, "out of memory")
+    error = raised(RuntimeError(f"transform: failed to synchronize: cudaError{name}: {text}"))
+    code = code or 2
+    assert error_code(error) == code
+    assert isinstance(translate(error), TYPES.get(code, GraphMemoryError))
+
+
 def test_other_device_error_becomes_capture_error_with_text() -> None:
     for prefix, text in (
         ("", "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),

@@ -46,6 +46,11 @@ _UNDECLARED_GENERATOR = _Meaning(
     "random numbers from the default generator, or from one declared to the recording",
     "declare the generator where the library is made (generators=...)",
 )
+_RESEEDED = _Meaning(
+    ForbiddenOperationError,
+    "no other seed while capturing, because no replay would set it",
+    "seed before the capture, or between two replays",
+)
 _UNJOINED = _Meaning(
     UnjoinedStreamError,
     "streams that fork from the capture stream and join it before the capture ends",
@@ -99,8 +104,11 @@ _BY_CODE = {
 # What torch itself forbids is a plain RuntimeError.
 _FORBIDDEN_BY_TORCH = re.compile(r"during CUDA graph capture")
 _GENERATOR = re.compile(r"CUDA generator (used during capture|not in capture mode)")
+_SEED = re.compile(r"set_current_seed can be called during stream capture")
 # How torch quotes runtime and driver, and how Triton does, which launches past torch.
 _DRIVER_PREFIXES = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")
+# How Thrust and CUB do, which some operators of torch call.
+_RUNTIME_NAME = re.compile(r"\bcudaError[A-Z]\w*: ")
 _LIBRARY_STATUS = re.compile(r"\bCU[A-Z]+_STATUS_[A-Z_]+")
 
 
@@ -114,11 +122,11 @@ def error_code(error: BaseException) -> int | None:
     if isinstance(code, int):
         return code
     text = str(error)
-    is_quoted = any(prefix in text for prefix in _DRIVER_PREFIXES)
+    is_quoted = _RUNTIME_NAME.search(text) or any(prefix in text for prefix in _DRIVER_PREFIXES)
     for known, (driver_text, _) in _BY_CODE.items():
         if is_quoted and driver_text in text:
             return known
-    if _FORBIDDEN_BY_TORCH.search(text) or _GENERATOR.search(text):
+    if any(pattern.search(text) for pattern in (_FORBIDDEN_BY_TORCH, _GENERATOR, _SEED)):
         return FORBIDDEN
     return 0 if is_quoted or _LIBRARY_STATUS.search(text) else None
 
@@ -137,6 +145,8 @@ def translate(error: BaseException, operation: str = "") -> BaseException:
     text = str(error)
     if _GENERATOR.search(text):
         meaning = _UNDECLARED_GENERATOR
+    elif _SEED.search(text):
+        meaning = _RESEEDED
     else:
         _, meaning = _BY_CODE.get(code, ("", _UNKNOWN))
     source = traceback_source(error.__traceback__)
