@@ -221,6 +221,33 @@ def test_rows_that_mask_their_padding_are_admitted():
     assert [event.equal for event in found] == [True, True]
 
 
+def test_masks_by_a_product_leave_zeros_of_either_sign():
+    """Of the rows that ``keep`` masks, the sum over all rows decides the sign of 0."""
+
+    def with_mask(sizes, seed):
+        keep = torch.arange(sizes["tokens"]).remainder(2).float()[:, None]
+        return {**examples(sizes, seed).values, "keep": keep}
+
+    def model(x, keep):
+        return x * keep + 0 * x.sum(0)
+
+    specs = [X, BufferSpec("keep", ("tokens", 1), torch.float32, Padding.zero())]
+    runner = CUDAGraphRunner(
+        model,
+        inputs=specs,
+        outputs=OutputSpec({"": "tokens"}),
+        sizes={"tokens": [4, 8]},
+        examples=with_mask,
+        device="simulated",
+        verify_every=1,
+    )
+    with runner:
+        runner.capture()
+        for seed in range(4):
+            batch = with_mask({"tokens": 3}, 20 + seed)
+            assert torch.equal(runner.run(batch), model(**batch))
+
+
 def test_declared_padding_is_read_on_purpose():
     low = BufferSpec("x", ("tokens", 3), torch.float32, Padding.fill(float("-inf")))
     with make(lambda x: x - x.amax(0), inputs=(low,)) as runtime:
