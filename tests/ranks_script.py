@@ -414,8 +414,10 @@ def engines() -> None:
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.tiny() as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
+    compilation = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4, 16))
+    few = replace(TINY_CONFIG, runtime=replace(TINY_CONFIG.runtime, compilation=compilation))
     for overlap in (False, True):
-        with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
+        with LLMEngine.tiny(replace(few, overlap=overlap), ranks=exchange) as engine:
             engine.capture()
             found = engine.generate(own, params)
             only_first = engine.generate(own if RANK == 0 else [], params)
