@@ -1,6 +1,7 @@
 """What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO S``, as torchrun starts it.
 
-After ``S`` seconds it says on stderr where it is, and ends.
+After ``S`` seconds it says on stderr where it is, and ends. ``python tests/ranks_script.py serve``:
+see ``ranks_lab.Launcher``.
 
 The model multiplies by a weight and adds up over all ranks in a break point, so that a rank that
 runs other graphs than the others, or none, leaves them waiting in a collective.
@@ -68,6 +69,7 @@ from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import CausalLM, ModelConfig
 from graphrt_llm.weights import random_weights
 from lab import INPUTS, OUTPUTS, WIDTH, config, example, values
+from ranks_lab import serve_ranks
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Said = dict[str, Any]
@@ -412,8 +414,10 @@ def engines() -> None:
     own = prompts[:4] if RANK == 0 else prompts[4:]
     with LLMEngine.tiny() as alone:
         expected = [alone.generate(prompt, params) for prompt in own]
+    compilation = CompilationConfig(cudagraph_capture_sizes=(1, 2, 4, 16))
+    few = replace(TINY_CONFIG, runtime=replace(TINY_CONFIG.runtime, compilation=compilation))
     for overlap in (False, True):
-        with LLMEngine.tiny(replace(TINY_CONFIG, overlap=overlap), ranks=exchange) as engine:
+        with LLMEngine.tiny(replace(few, overlap=overlap), ranks=exchange) as engine:
             engine.capture()
             found = engine.generate(own, params)
             only_first = engine.generate(own if RANK == 0 else [], params)
@@ -980,6 +984,10 @@ ENDING = {"late", "dies", "stopped", "on gpus"}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "serve":
+        SimulatedDevice().close()  # It imports what takes seconds.
+        serve_ranks()
+        RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     names = sys.argv[1].split(",")
     with frozen_heap():

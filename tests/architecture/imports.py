@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 Imports = dict[str, dict[str, int]]
 """Module -> each module it imports -> the first line that does."""
 
 
+@cache
 def read_imports(source: Path, package: str) -> Imports:
     """Read every import statement of ``package``, a folder of ``source``.
 

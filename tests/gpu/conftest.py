@@ -54,6 +54,16 @@ def _libraries_are_warm() -> None:
         x.add_(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_heap() -> None:
+    """This lane collects all there is: what keeps device memory must be gone."""
+
+
+@pytest.fixture
+def usual_heap() -> None:
+    """As it is in this lane."""
+
+
 @pytest.fixture
 def device() -> Iterator[CUDADevice]:
     """A device of its own for each test, with nothing cached: what is closed here is gone."""

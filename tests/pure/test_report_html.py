@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from report_events import RUNS, eager, run_of, steps
 
 from graphrt import Event
@@ -158,8 +158,10 @@ def test_plots_without_data_and_tables_without_rows_are_left_out() -> None:
     assert images(render_report(ReportPage(title="t", lead="l", runs=[]))) == []
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.lists(st.lists(steps, max_size=20), min_size=1, max_size=7))
+# Few, because each is eight plots, of a panel a run. The colours are fewer than seven runs.
+@settings(max_examples=2, deadline=None)
+@given(st.lists(st.lists(steps, max_size=20), min_size=1, max_size=3))
+@example([*[[]] * 6, [EAGER]])
 def test_any_runs_can_be_drawn(runs: list[list[Event]]) -> None:
     page = render_report(
         ReportPage(

@@ -151,6 +151,6 @@ serving.prompt_tokens = announcing_tokens
 
 modes = "NONE" if moment == "serve" else "FULL"
 # Too many to finish: only the interrupt ends this run.
-requests = "100000" if moment == "serve" else "4"
+requests = "10000" if moment == "serve" else "4"
 main(["demo", "--device", "simulated", "--modes", modes, "--requests", requests, "--json"])
 """

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from graphrt import CUDAGraphMode
 from graphrt.errors import VerificationError
-from graphrt_llm.demo import compare
+from graphrt_llm.demo import compare, setup
 from graphrt_llm.demo.command import DEFAULT_MODES, demo, parse_modes
 from lab import HF_LLAMA
 
@@ -23,6 +23,7 @@ CONFIG = {**HF_LLAMA, "torch_dtype": "float32"}
 
 Run = Callable[..., Result]
 
+ALL_SIZES = setup.CAPTURE_SIZES
 ALL_MODES = "NONE,PIECEWISE,FULL,FULL_DECODE_ONLY,FULL_AND_PIECEWISE"
 
 
@@ -31,6 +32,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()
     app.command()(demo)
+
+    # A demo's time is its captures. One test has all: ``test_it_prints_the_table``.
+    monkeypatch.setattr(setup, "CAPTURE_SIZES", (2, 8, 16, 48))
 
     def run(*options: str) -> Result:
         few = () if "--requests" in options else ("--requests", "4")
@@ -45,7 +49,10 @@ def write_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_it_prints_the_table_and_where_the_report_is(run: Run, tmp_path: Path) -> None:
+def test_it_prints_the_table_and_where_the_report_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "CAPTURE_SIZES", ALL_SIZES)
     result = run()
     assert result.exit_code == 0, result.output
     report = tmp_path / "graphrt-report.html"
@@ -124,7 +131,8 @@ def test_adapters_and_drafts_are_served_and_reported(run: Run, tmp_path: Path) -
         )
         assert (padding["adapters"] is None) == (name == "NONE")
     page = (tmp_path / "graphrt-report.html").read_text(encoding="utf-8")
-    shown = run("--requests", "3", *options[:4], "--modes", "FULL_AND_PIECEWISE").stdout
+    few = (*options[:4], "--modes", "FULL_AND_PIECEWISE", "--report", "none")
+    shown = run("--requests", "3", *few).stdout
     for words in ("drafts were accepted", "2 random adapters", "Padding by axis", "captured"):
         assert words in page
         assert words in " ".join(shown.split())
@@ -150,7 +158,9 @@ def test_no_report_is_written_where_none_is_asked(run: Run, tmp_path: Path) -> N
 
 
 def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
-    result = run("--json", "--level", "3", "--piecewise", "compile", "--modes", ALL_MODES)
+    result = run(
+        "--json", "--level", "3", "--piecewise", "compile", "--report", "none", "--modes", ALL_MODES
+    )
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert (printed["tokens_identical"], printed["ties"]) == (True, 0)
@@ -183,23 +193,38 @@ WRONG_AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG_AT_ONCE)
-def test_wrong_options_are_refused_before_torch_loads(words: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, bool]]:
+    """Status, words on stderr, and whether torch was loaded by then: of one process, in turn."""
     code = (
-        "import sys; from graphrt.cli import main\n"
-        "try: main(['demo', *sys.argv[1:]])\n"
-        "finally: assert 'torch' not in sys.modules"
+        "import contextlib, io, json, sys; from graphrt.cli import main\n"
+        "for words in sys.argv[1:]:\n"
+        "    stderr, status = io.StringIO(), None\n"
+        "    try:\n"
+        "        with contextlib.redirect_stderr(stderr): main(['demo', *words.split()])\n"
+        "    except SystemExit as ended: status = ended.code\n"
+        "    print(json.dumps([words, [status, stderr.getvalue(), 'torch' in sys.modules]]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words.split()],
-        cwd=tmp_path,
+        [sys.executable, "-c", code, *WRONG_AT_ONCE],
+        cwd=tmp_path_factory.mktemp("empty"),
         env={**os.environ, "TORCH_COMPILE_DISABLE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr
-    assert WRONG_AT_ONCE[words] in done.stderr
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("words", WRONG_AT_ONCE)
+def test_wrong_options_are_refused_before_torch_loads(
+    words: str, refused: dict[str, tuple[int, str, bool]]
+) -> None:
+    status, stderr, is_torch_loaded = refused[words]
+    assert status == 2, stderr
+    assert WRONG_AT_ONCE[words] in stderr
+    assert not is_torch_loaded
 
 
 @pytest.mark.parametrize(
@@ -208,7 +233,8 @@ def test_wrong_options_are_refused_before_torch_loads(words: str, tmp_path: Path
 )
 def test_published_traces_can_be_served(run: Run, shared: Path, trace: str) -> None:
     path = str(shared / "traces" / trace)
-    result = run("--json", "--trace", path, "--requests", "8", "--modes", "NONE,FULL_AND_PIECEWISE")
+    asked = ("--requests", "8", "--modes", "NONE,FULL_AND_PIECEWISE", "--report", "none")
+    result = run("--json", "--trace", path, *asked)
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["trace"] == path
@@ -218,7 +244,17 @@ def test_published_traces_can_be_served(run: Run, shared: Path, trace: str) -> N
 
 def test_a_model_directory_can_be_served_with_random_weights(run: Run, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    result = run("--json", "--model", str(folder), "--load-format", "dummy", "--modes", "NONE,FULL")
+    result = run(
+        "--json",
+        "--model",
+        str(folder),
+        "--load-format",
+        "dummy",
+        "--report",
+        "none",
+        "--modes",
+        "NONE,FULL",
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tokens_identical"]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ranks_lab import Ended, all_said, launch
+from ranks_lab import Ended, Launcher, all_said
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
@@ -32,9 +33,24 @@ SCENARIOS = (
 
 
 @cache
+def launcher() -> Launcher:
+    return Launcher(SCRIPT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launcher_ends() -> Iterator[None]:
+    yield
+    launcher().close()
+
+
+def launch(scenario: str, world: int = 2, timeout_s: float = 300) -> list[Ended]:
+    return launcher().launch(scenario, world, timeout_s)
+
+
+@cache
 def healthy() -> list[list[Any]]:
     """One launch of two ranks for all scenarios after which they live; both end with status 0."""
-    return all_said(launch(SCRIPT, ",".join(SCENARIOS)))
+    return all_said(launch(",".join(SCENARIOS)))
 
 
 def said_in(scenario: str) -> list[list[dict[str, Any]]]:
@@ -114,7 +130,7 @@ def test_failure_that_is_raised_ends_the_capture_of_all() -> None:
 
 
 def test_device_left_in_a_collective_ends_the_capture_of_all() -> None:
-    first, second = ([*map(dict, said[1:])] for said in all_said(launch(SCRIPT, "left waiting")))
+    first, second = ([*map(dict, said[1:])] for said in all_said(launch("left waiting")))
     assert [line.get("error") for told in first for line in told.values()] == [
         "RankLostError",
         "RankLostError",
@@ -129,7 +145,7 @@ def test_device_left_in_a_collective_ends_the_capture_of_all() -> None:
 def test_failed_step_of_one_rank_gives_no_other_wrong_results() -> None:
     errors = [
         [told.get("error") for line in said[1:] for told in line.values()]
-        for said in all_said(launch(SCRIPT, "left waiting in a step"))
+        for said in all_said(launch("left waiting in a step"))
     ]
     lost = ["RankLostError"] * 2
     assert errors[0] == [None, None, None, None, *lost]
@@ -212,7 +228,7 @@ def test_ranks_that_share_layers_notice_what_one_does() -> None:
         {"step": "RankDesyncError"},
         {"same": True},
     ]
-    (_, *first), (_, *second) = all_said(launch(SCRIPT, "apart"))
+    (_, *first), (_, *second) = all_said(launch("apart"))
     assert first == [*noticed, {"layer": "RankLostError"}]
     assert second == [*noticed, {"layer": "ValueError"}]
 
@@ -223,7 +239,7 @@ def said_at_the_end(ended: Ended) -> list[Any]:
 
 
 def test_rank_that_comes_too_late_is_named() -> None:
-    first, second = launch(SCRIPT, "late")
+    first, second = launch("late")
     (told,) = said_at_the_end(first)
     assert (told["error"], told["missing"]) == ("RankTimeoutError", [1])
     (told,) = said_at_the_end(second)
@@ -231,7 +247,7 @@ def test_rank_that_comes_too_late_is_named() -> None:
 
 
 def test_rank_that_dies_is_named_within_five_seconds() -> None:
-    first, second = launch(SCRIPT, "dies")
+    first, second = launch("dies")
     assert second.status == 3
     *refused, told, again, closed, store = said_at_the_end(first)
     assert refused == [{"timeout": "ConfigError"}] * 2
@@ -244,7 +260,7 @@ def test_rank_that_dies_is_named_within_five_seconds() -> None:
 
 
 def test_rank_with_the_store_that_is_stopped_is_named() -> None:
-    _, second = launch(SCRIPT, "stopped", timeout_s=90)
+    _, second = launch("stopped", timeout_s=90)
     told, another = said_at_the_end(second)
     assert (told["error"], told["missing"]) == ("RankLostError", [0])
     assert "no answer within" in told["text"]
@@ -252,7 +268,7 @@ def test_rank_with_the_store_that_is_stopped_is_named() -> None:
 
 
 def test_four_ranks_take_500_random_steps_together() -> None:
-    found = [said[1]["modes"] for said in all_said(launch(SCRIPT, "many", world=4))]
+    found = [said[1]["modes"] for said in all_said(launch("many", world=4))]
     assert [sum(modes.values()) for modes in found] == [500] * 4
     graphs = [{k: n for k, n in modes.items() if k[:4] in ("FULL", "PIEC")} for modes in found]
     assert graphs == [graphs[0]] * 4

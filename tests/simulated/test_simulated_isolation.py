@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from simulated_recording import record, same
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.device.simulated import SimulatedDevice
+from graphrt.device.simulated.ops import Operators
 from graphrt.errors import CaptureInProgressError, ForbiddenOperationError
 
 
@@ -52,6 +54,57 @@ def test_two_devices_share_nothing() -> None:
     first.replay()
     assert mine.tolist() == [2.0] * 4
     one.close()
+
+
+def test_shapes_known_from_one_device_are_asked_for_on_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = SimulatedDevice(), SimulatedDevice()
+    x = torch.ones(3, 5, 7)
+    record(one, one.new_pool(), lambda: (x + 1).sum(2))
+    monkeypatch.setattr(Operators, "_infer", lambda *_: pytest.fail("asked again"))
+    graph, result = record(two, two.new_pool(), lambda: (x + 1).sum(2))
+    graph.replay()
+    assert same(result, (x + 1).sum(2))
+    one.close()
+    two.close()
+
+
+def test_results_are_of_the_default_type_of_their_recording() -> None:
+    devices = SimulatedDevice(), SimulatedDevice()
+    whole, before = torch.arange(1, 6), torch.get_default_dtype()
+    try:
+        for device, dtype in zip(devices, (torch.float32, torch.float64), strict=True):
+            torch.set_default_dtype(dtype)
+            graph, result = record(device, device.new_pool(), lambda: whole / 3)
+            graph.replay()
+            assert same(result, whole / 3)
+            device.close()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_generator_of_a_known_operator_is_not_kept() -> None:
+    generator = torch.Generator()
+    kept = weakref.ref(generator)
+    drawn = torch.ops.aten.bernoulli.default
+    Operators().results(drawn, (torch.ones(3),), {"generator": generator})
+    del generator
+    assert kept() is None
+
+
+def test_fake_kernel_registered_anew_is_asked_on_another_device() -> None:
+    @torch.library.custom_op("graphrt_isolation::cut", mutates_args=())
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x[:2].clone()
+
+    x = torch.arange(5.0)
+    for rows in (1, 2):  # A first attempt, and the kernel as it should be.
+        cut.register_fake(lambda x, rows=rows: x.new_empty(rows))
+        device = SimulatedDevice()
+        _, result = record(device, device.new_pool(), lambda: cut(x))
+        assert result.shape == (rows,)
+        device.close()
 
 
 def test_two_devices_record_in_two_threads() -> None:

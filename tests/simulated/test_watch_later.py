@@ -30,9 +30,11 @@ def quick_collections():
 
 
 def rounds(runner, values=None):
-    """As many runs as look at every place once. The last result."""
+    """As many runs as look at every place once, or until a change is noticed. The last result."""
     for _ in range(math.ceil(runner.num_watched / 4)):
         out = runner.run(values or random_rows({"n": 2}, 5))
+        if runner.last_decision.reason is Reason.INVALIDATED:
+            break
     return out
 
 

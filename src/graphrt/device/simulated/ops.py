@@ -1,8 +1,8 @@
 """What is known of an operator before it runs: from its schema and tags, and by shape inference.
 
 Shapes come from fake tensors built over meta tensors. They answer as the CPU would, strides and
-device included, but cost about 120 us an operator; the answer depends only on shapes and host
-values, so it is kept by signature.
+device included, but cost up to some ms an operator; the answer depends only on shapes, host values
+and torch's default type, so it is kept by signature.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ _ALLOCATORS = frozenset(
 _CONSTANTS = frozenset({"aten::lift_fresh", "aten::lift"})
 
 
+@lru_cache(maxsize=4096)
 def _traits_of(func: Operator) -> Traits:
     schema = func._schema
     tags = {tag.name for tag in func.tags}
@@ -158,21 +160,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+_RESULTS_OF_ATEN: dict[Hashable, tuple[Any]] = {}
+"""By signature, for all devices of the process: nobody changes these operators."""
+_MOST_RESULTS = 1 << 16
+
+
 class Operators:
     """Traits by operator, and results by signature. One per device."""
 
+    traits = staticmethod(_traits_of)
+
     def __init__(self) -> None:
-        self._traits: dict[Operator, Traits] = {}
         self._results: dict[Hashable, tuple[Any]] = {}
+        """Of operators outside aten, of which a user may register another fake kernel."""
         self._reads_data: dict[Operator, bool] = {}
         # A fake mode serves one thread at a time. The first is made here: it imports for a second.
         self._idle_modes = [_new_fake_mode()]
-
-    def traits(self, func: Operator) -> Traits:
-        known = self._traits.get(func)
-        if known is None:
-            known = self._traits[func] = _traits_of(func)
-        return known
 
     def results(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         """What ``func`` returns: ``NewTensor`` for tensors, None for arguments that it writes.
@@ -183,13 +186,17 @@ class Operators:
         the shape depends on data or an argument would be resized. What the operator itself says
         about wrong arguments passes unchanged.
         """
+        results = _RESULTS_OF_ATEN if func.namespace == "aten" else self._results
         try:
-            key = (func, _signature(args), tuple([(k, _signature(v)) for k, v in kwargs.items()]))
-            known = self._results.get(key)
+            named = tuple([(k, _signature(v)) for k, v in kwargs.items()])
+            key = (func, torch.get_default_dtype(), _signature(args), named)
+            known = results.get(key)
         except TypeError:
             return self._infer(func, args, kwargs)
         if known is None:
-            known = self._results[key] = (self._infer(func, args, kwargs),)
+            if len(results) >= _MOST_RESULTS:
+                results.clear()
+            known = results[key] = (self._infer(func, args, kwargs),)
         return known[0]
 
     def reads_data(self, func: Operator, args: Args, kwargs: Kwargs) -> bool:
@@ -302,8 +309,9 @@ def _signature(value: Any) -> Hashable:
         return tuple([_signature(one) for one in value])
     if isinstance(value, torch.ScriptObject):  # Packed weights: they have a hash and no equality.
         raise TypeError(type(value))
-    # The type counts: 1, 1.0 and True are equal and choose different kernels.
-    return (type(value), value)
+    # Which generator does not count, and it must not live as long as this.
+    # The type does: 1, 1.0 and True are equal and choose different kernels.
+    return (type(value), None if isinstance(value, torch.Generator) else value)
 
 
 class _Substitutes:

@@ -1,4 +1,4 @@
-"""The garbage collector while scopes are open, and afterwards."""
+"""The garbage collector while scopes are open, and afterwards: run by ``pure/test_gc_pause.py``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from graphrt.gc_pause import frozen_heap, gc_paused, is_heap_frozen
 
 
 @pytest.fixture(autouse=True)
-def thawed(usual_heap: None) -> Iterator[None]:
-    gc.unfreeze()
+def thawed() -> Iterator[None]:
+    assert not is_heap_frozen()
     yield
     assert gc.isenabled()
     assert not is_heap_frozen()
