@@ -24,6 +24,7 @@ import torch._inductor.async_compile
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor import (
     codecache,
     config as inductor_config,
@@ -37,8 +38,6 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.errors import UnrecordedCodeError
@@ -76,22 +75,40 @@ def as_python(expression: Any) -> str:
     return text
 
 
-def has_modes() -> bool:
-    """Whether a mode is active, under which torch runs no code with guards."""
-    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+def traced(
+    root: FunctionType,
+    backend: Callable[..., Any],
+    chosen: Callable[[Sequence[Any]], list[bool]],
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Callable[..., Any] | None, Any]:
+    """What a call of ``root`` returns, compiled by ``backend``; a function that does the same and
+    asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
+    ``chosen``."""
+    # dynamic=False, because numbers that differ between two runtimes of one class would else
+    # become inputs. Dimensions that are marked vary all the same.
+    entry = torch.compile(
+        root,
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,
+        # A fresh dict for each: torch.compile takes entries out of it.
+        options={"guard_filter_fn": chosen},
+    )
+    # There are guards of hooks for those who ask alone.
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        results = entry(*args, **kwargs)
+    for made in _debug_get_cache_entry_list(root.__code__):
+        call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
+        return results, call, made.guard_manager
+    return results, None, None
 
 
 def stock_compile(
-    target: Callable[..., Any],
-    backend: Callable[..., Any],
-    tell: Callable[[str], None],
-    **options: Any,
+    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
 ) -> Callable[..., Any]:
     """torch.compile with its guards. ``tell``: hears why something is compiled again."""
-    decorate = torch._dynamo.optimize(
-        backend, guard_fail_fn=lambda found: tell(found.reason), **options
-    )
-    return decorate(target)
+    return torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))(target)
 
 
 def python_of(operator: str) -> Callable[..., Any] | None:
