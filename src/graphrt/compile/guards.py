@@ -184,54 +184,55 @@ class Audit:
     """
 
     def __init__(self, scope: Mapping[str, Any], globals_: Mapping[str, Any]) -> None:
-        self.told: list[str] = []
-        """Of each thing how it is compared, and where it stands."""
         self.changed: Sequence[str] = ()
         self.guards: Any = None
         """Made when the trace is compiled."""
         self._scope = {**scope, "args": (), "kwargs": {}}
         self._globals = {"G": globals_}
-        self._code: dict[str, Any] = {}
-        """What gives that which is compared, by its name as written."""
-        self._tensors: dict[str, object] = {}
-        self._held: list[object] = []
-        """What guards know by its id, which is its own only while it lives."""
+        self._kept: list[tuple[str, str, object]] = []
+        """Kind, expression and value. Of what guards know by its id, which is its own only while
+        it lives; of no tensor."""
+        self._compared: dict[str, tuple[Any, object]] = {}
+        """What torch's guards leave out, or compare by more than matters: by expression, its code
+        and what is compared."""
+
+    @property
+    def told(self) -> list[str]:
+        """How each thing is compared, and where it stands."""
+        return [f"{kind} {as_written(name)}" for kind, name, _ in self._kept]
 
     def chosen(self, guards: Sequence[Any]) -> list[bool]:
         """Which of the guards stay."""
-        return [self._stays(guard) for guard in guards]
+        return [self._stays(guard.guard_type, guard.name, guard.value) for guard in guards]
 
-    def _stays(self, guard: Any) -> bool:
-        name = as_written(guard.name)
-        is_argument = re.match(r"(args|kwargs)\b", guard.name)
-        if not name or is_argument or name.startswith(tuple(self.changed)):
+    def _stays(self, kind: str, name: str, value: object) -> bool:
+        is_argument = name.startswith(("args", "kwargs"))
+        if not name or is_argument or as_written(name).startswith(tuple(self.changed)):
             return False
-        self.told.append(f"{guard.guard_type} {name}")
-        self._code[name] = compile(guard.name, "<graphrt audit>", "eval")
-        if guard.guard_type == "TENSOR_MATCH":
-            self._tensors[name] = _told(guard.value)
-            return False
-        if not isinstance(guard.value, torch.Tensor):
-            self._held.append(guard.value)
-        return True
+        self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
+        if kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"):
+            return True
+        self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
+        return False
 
     def check(self, kind: type[GraphrtError] = GuardAuditError) -> None:
         """Errors: one of ``kind`` with the first thing that differs from the trace."""
-        for name, told in self._tensors.items():
-            if (now := _told(self._now(name))) != told:
-                raise _changed(kind, name, str(told), str(now))
+        for name, (code, told) in self._compared.items():
+            if (now := _told(self._now(code))) != told:
+                raise _changed(kind, as_written(name), str(told), str(now))
         if not self.guards.check(self._scope):
             reasons = self.guards.check_verbose(self._scope).verbose_code_parts
             # Behind it is the line that asked, with its path cut off.
             reason = as_written(" ".join(reasons).partition("  # ")[0].strip())
             # torch says of lengths alone what is wrong.
             reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
-            name = max((one for one in self._code if one in reason), key=len, default=reason)
-            raise _changed(kind, name, reason, shown(self._now(name)))
+            names = [name for _, name, _ in self._kept if as_written(name) in reason]
+            name = max(names, key=len, default=reason)
+            raise _changed(kind, as_written(name), reason, shown(self._now(name)))
 
-    def _now(self, name: str) -> object:
+    def _now(self, code: Any) -> object:
         try:
-            return eval(self._code.get(name, name), self._globals, self._scope)
+            return eval(code, self._globals, self._scope)
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
             return error
 
@@ -247,7 +248,7 @@ def _changed(kind: type[GraphrtError], name: str, expected: str, found: str) -> 
 
 def _told(value: object) -> object:
     if not isinstance(value, torch.Tensor):
-        return value
+        return tuple(map(str, value)) if isinstance(value, dict) else value
     stride = value.stride() if value.layout is torch.strided else None
     return value.dtype, value.device, tuple(value.shape), stride
 

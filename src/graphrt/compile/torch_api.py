@@ -95,9 +95,7 @@ def traced(
         # A fresh dict for each: torch.compile takes entries out of it.
         options={"guard_filter_fn": chosen},
     )
-    # There are guards of hooks for those who ask alone.
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        results = entry(*args, **kwargs)
+    results = entry(*args, **kwargs)
     for made in _debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
         return results, call, made.guard_manager
