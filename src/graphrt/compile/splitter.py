@@ -6,7 +6,6 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -15,6 +14,7 @@ from uuid import uuid4
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphrt.compile import torch_api
@@ -262,20 +262,10 @@ def stitch(
         # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
         dead = [text[node] for node in piece.inputs + piece.outputs if last_use[node] == index]
         body += [f"del {', '.join(dead)}"] if dead else []
-    # Constants stand in a table, because not every value has a text that gives it back.
-    constants: dict[tuple[type, str], tuple[str, Any]] = {}
-
-    def result(item: Any) -> str:
-        if isinstance(item, fx.Node):
-            return text[item]
-        name = f"constant_{len(constants)}"
-        return constants.setdefault((type(item), repr(item)), (name, item))[0]
-
-    results = [result(item) for item in output.args[0]]
-    body.append(f"return ({''.join(f'{result}, ' for result in results)})")
+    body.append(f"return ({''.join(f'{text[node]}, ' for node in output.args[0])})")
     arguments = ", ".join(text[node] for node in graph.graph.find_nodes(op="placeholder"))
     source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
-    scope = {f"piece_{index}": call for index, call in enumerate(calls)} | dict(constants.values())
+    scope: dict[str, Any] = {f"piece_{index}": call for index, call in enumerate(calls)}
     exec(compile(source, "<graphrt stitched>", "exec"), scope)
     return scope["stitched"], source
 
@@ -392,38 +382,19 @@ def written_out(
 ) -> fx.GraphModule:
     """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
     ones of it."""
-    written = fx.GraphModule(module, deepcopy(module.graph))
-    graph, tracer = written.graph, fx.proxy.GraphAppendingTracer(written.graph)
 
-    def proxied(used: fx.Node) -> Any:
-        return fx.Proxy(used, tracer)
+    class Written(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            function = plain.get(operator_of(n))
+            if function is None:
+                return super().run_node(n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return function(*args, **kwargs)
 
-    for node in list(graph.nodes):
-        function = plain.get(operator_of(node))
-        if function is None:
-            continue
-        with graph.inserting_before(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxied)
-            made = function(*args, **kwargs)
-        if isinstance(made, tuple):
-            for user in list(node.users):
-                user.replace_all_uses_with(made[user.args[1]].node)
-                graph.erase_node(user)
-        elif made is not None:
-            node.replace_all_uses_with(made.node)
-        graph.erase_node(node)
-    written.recompile()
-    _Examples(written).run(*inputs)
+    written = make_fx(Written(module).run)(*inputs)
+    for node in written.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
     return written
-
-
-class _Examples(fx.Interpreter):
-    """Keeps the value of each node, without which torch takes no graph into its caches."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        n.meta.setdefault("example_value", value)
-        return value
 
 
 def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
@@ -433,8 +404,6 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
     places: dict[fx.Node, str] = {}
 
     def told(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return places[value]
         if isinstance(value, torch.SymInt):
             expression = value.node.expr
             for symbol in sorted(expression.free_symbols, key=str):
@@ -443,12 +412,6 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
         if isinstance(value, torch.Tensor):
             parts = (*map(told, value.shape), "|", *map(told, value.stride()))
             return f"{value.dtype} {value.device} {' '.join(parts)}"
-        if isinstance(value, tuple | list):
-            return f"({', '.join(map(told, value))})"
-        if isinstance(value, dict):
-            return told(list(value.items()))
-        if isinstance(value, slice):
-            return f"slice{told((value.start, value.stop, value.step))}"
         return f"{type(value).__name__} {value!r}"
 
     lines = []
@@ -465,7 +428,8 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
                 line = f"{told(constant)} {_digest(constant)}"
         else:
             name = target if isinstance(target, str) else _named(target)
-            line = f"{node.op} {name} {told(node.args)} {told(node.kwargs)}"
+            given: Any = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            line = f"{node.op} {name} {given!r}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
