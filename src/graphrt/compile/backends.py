@@ -29,6 +29,8 @@ from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
+from graphrt.externals.environment import FLAGS
+from graphrt.values import tensors_of
 
 FIELD = "compilation.backend"
 
@@ -168,14 +170,14 @@ class Inductor:
 
     def _compiled(self, job: Job) -> Any:
         options = dict(self._plan.inductor_compile_config)
-        on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
+        on_cpu = all(one.device.type == "cpu" for one in tensors_of(job.inputs))
         if job.sizes.is_static and not on_cpu:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
         sizes = f"{job.sizes}, {job.bounds}"
         return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
 
     def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
-        devices = {one.device for one in _tensors(job)}
+        devices = {one.device for one in tensors_of(job.inputs)}
         factors = {
             "torch": torch_api.versions(),
             "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
@@ -185,7 +187,7 @@ class Inductor:
             "inductor": torch_api.inductor_options(),
             "modes": {
                 **environment(next(iter(devices)).type if devices else "cpu"),
-                "matmul precision": torch_api.matmul_precision(),
+                **{name: next(values) for name, values in FLAGS.items()},
                 "threads": torch.get_num_threads(),
                 "inference mode": torch.is_inference_mode_enabled(),
             },
@@ -196,10 +198,6 @@ class Inductor:
         key = key_of(factors)
         self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
         return self._cache, key
-
-
-def _tensors(job: Job) -> list[torch.Tensor]:
-    return [one for one in job.inputs if isinstance(one, torch.Tensor)]
 
 
 @contextmanager

@@ -421,10 +421,8 @@ class _Compilation:
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
             ranges.refuse_shape_guards(mode, axes, sizes)
-            call = form.call
-            if self._cuts is not None:
-                call = torch_api.aligned(call, effects.written_inputs(piece))
-            forms[sizes] = effects.with_layouts(call, piece) if self._compiler.is_opaque else call
+            is_opaque = self._compiler.is_opaque
+            forms[sizes] = effects.with_layouts(form.call, piece) if is_opaque else form.call
             seconds = perf_counter() - began
             self._seconds["compile" if form.missed else "load"] += seconds
             self._missed[form.missed] += 1

@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphrt.errors import ContractError, GraphrtError, GuardAuditError, shown
+from graphrt.externals.environment import autocast_dtype
 
 Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
@@ -24,9 +25,8 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 
 def environment(device_type: str) -> dict[str, object]:
     """The modes that a trace holds as constants."""
-    autocast = torch.is_autocast_enabled(device_type)
     return {
-        "autocast": torch.get_autocast_dtype(device_type) if autocast else None,
+        "autocast": autocast_dtype(device_type),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),

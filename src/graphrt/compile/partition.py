@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
 from graphrt.compile.effects import noting_writes, written_among
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
+from graphrt.values import tensors_of
 
 _NAMESPACE = "graphrt_cut"
 
@@ -62,9 +62,21 @@ class Cuts:
                 self._at[op] = call, info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, compiled code, which runs what this runtime does at splitting ops."""
+        """``call``, compiled code, which runs what this runtime does at splitting ops.
+
+        Errors: ``CompileError`` for a tensor that does not begin where Inductor's code takes it to:
+        Inductor copies such tensors, but not for code whose partitions are wrapped.
+        """
 
         def run(*args: Any) -> Any:
+            for one in args:
+                if isinstance(one, torch.Tensor) and one.data_ptr() % torch_api.ALIGNMENT:
+                    raise CompileError(
+                        f"a tensor for compiled code, {tuple(one.shape)} {one.dtype}",
+                        expected=f"one that begins at a multiple of {torch_api.ALIGNMENT} bytes",
+                        found="one that does not",
+                        do="clone it, or cut without use_inductor_graph_partition",
+                    )
             before, _CUTS.running = _CUTS.running, self
             if not self._is_complete:
                 self._given = args
@@ -92,7 +104,7 @@ class Cuts:
         named = {tensor.untyped_storage()._cdata for tensor in declared}
         watched = [
             (tensor, tensor._version)
-            for tensor in _tensors((self._given, args, kwargs))
+            for tensor in tensors_of((self._given, args, kwargs))
             if tensor.untyped_storage()._cdata not in named and not tensor.is_inference()
         ]
         with torch_api.counting_writes():
@@ -121,11 +133,7 @@ class Cuts:
 
 def _declared(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What a call writes, as the schema says."""
-    return _tensors(written_among(op, args, kwargs))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return tensors_of(written_among(op, args, kwargs))
 
 
 def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:

@@ -125,7 +125,7 @@ class SplittingOps:
         given = self.impl_of(node)
         if given is None and self.find(node) is not None:
             # Recorders see what it calls, not one operator whose Python would run at each replay.
-            return torch_api.python_of(operator_of(node))
+            return torch_api.python_of(operator_of(node), node.args, node.kwargs)
         return given
 
 
