@@ -126,7 +126,8 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
-        self._is_backed = plan.dynamic_shapes == "backed"
+        self.needs_size_1 = plan.dynamic_shapes == "backed"
+        """Whether calls in which an axis has size 1 need a trace of their own."""
         self._notes: tuple[str, ...] = ()
         self._traces: dict[frozenset[str], _Trace] = {}
         """By axes that have size 1: others are alike for every size only if they are backed."""
@@ -138,11 +139,6 @@ class Compiled:
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
 
-    @property
-    def needs_size_1(self) -> bool:
-        """Whether calls in which an axis has size 1 need a trace of their own."""
-        return self._is_backed
-
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
 
@@ -153,9 +149,9 @@ class Compiled:
         try:
             self._trace(run, varying)
         except ShapeGuardError as error:
-            if self._is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
+            if self.needs_size_1 or self._plan.dynamic_shapes != "auto" or self._traces:
                 raise
-            self._is_backed = True
+            self.needs_size_1 = True
             self._notes = (
                 f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
             )
@@ -163,15 +159,15 @@ class Compiled:
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
-            axis for tensor, dim, axis in varying if self._is_backed and tensor.shape[dim] == 1
+            axis for tensor, dim, axis in varying if self.needs_size_1 and tensor.shape[dim] == 1
         )
         if self._ones in self._traces:
             raise _again("a second call of trace")
         varying = [one for one in varying if one[2] not in self._ones]
-        if self._is_backed:
+        if self.needs_size_1:
             _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
-            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self._is_backed)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self.needs_size_1)
         self._varying = varying
         try:
             run()
@@ -191,7 +187,7 @@ class Compiled:
         if self._varying is not None:
             return self._first_call(args, kwargs)
         trace = self._traces.get(_NO_AXES)
-        if self._is_backed and self._traces:
+        if self.needs_size_1 and self._traces:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
             trace = self._traces.get(ones, trace)
@@ -225,7 +221,7 @@ class Compiled:
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
+        contract = Contract(args, kwargs, axes, self._limits, 2 if self.needs_size_1 else 1)
         contract.check(args, kwargs)
         root, scope = own_root(self.runnable)
         audit = Audit(scope, root.__globals__)
@@ -256,7 +252,6 @@ class Compiled:
                 do="run it uncompiled (level 0)",
             )
         found.refuse_shape_guards()
-        self.source = found.source
         self._traces[self._ones] = _Trace(call, contract, audit)
         if len(self._traces) > 1:
             return outputs
@@ -292,7 +287,6 @@ class _Compilation:
         self._owner, self._axes, self._audit, self._started = owner, axes, audit, started
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
         self._symbols: Symbols | None = None
-        self.source = ""
         self.infos: list[PieceInfo] = []
         self.held = effects.Copies()
         """What the run of the traced call writes."""
@@ -363,8 +357,8 @@ class _Compilation:
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
         self.held = effects.copies_of_written(graph, inputs)
-        stitched, self.source = splitter.stitch(graph, pieces, calls)
-        owner._dump.write("stitch.py", lambda: self.source)
+        stitched, owner.source = splitter.stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", lambda: owner.source)
         misses = {reason: count for reason, count in self._missed.items() if reason is not None}
         self.report = CompileReport(
             backend=self._compiler.name,
@@ -381,7 +375,7 @@ class _Compilation:
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
-        if self._owner._is_backed and self._symbols is not None:
+        if self._owner.needs_size_1 and self._symbols is not None:
             ranges.refuse_shape_guards(self._symbols.mode, self._symbols.axes, None)
 
     def _symbols_of(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
@@ -393,7 +387,7 @@ class _Compilation:
                 if isinstance(size, torch.SymInt):
                     order = list(self._limits).index(name)
                     axes[size.node.expr] = Axis(name, self._limits[name], order)
-        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner._is_backed)
+        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner.needs_size_1)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Callable[..., Any]:
         """A piece, with every form of it, made before any of them is used."""
@@ -429,7 +423,7 @@ class _Compilation:
             if self._owner._observer is not None:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
-        return ranges.chosen_by_size(forms, place, self._axis)
+        return ranges.chosen_by_size(forms, place)
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:

@@ -15,11 +15,19 @@ import torch
 from torch import fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
-from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of, overload_of
+from graphrt.compile.splitter import (
+    Describe,
+    Piece,
+    SplittingOps,
+    name_of,
+    operator_of,
+    overload_of,
+)
 from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import CompileError
 
@@ -187,7 +195,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
     if not wanted:
         return call
     where = {size: place for size, place in sizes_of(piece.inputs) if size.is_Symbol}
-    texts = [f"({', '.join(map(torch_api.as_python, strides))},)" for strides in wanted.values()]
+    texts = [f"({', '.join(map(PythonPrinter().doprint, each))},)" for each in wanted.values()]
     names = ", ".join(str(symbol) for symbol in where)
     strides_for = eval(f"lambda {names}: [{', '.join(texts)}]", {"math": math})
 
@@ -298,7 +306,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         op = getattr(torch.ops.aten, operator_of(node).removeprefix("aten::")).default
         found += written_among(op, args, kwargs)
     else:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        name = name_of(node)
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
         is_operator = getattr(target, "__module__", "") == "_operator"
         ends_so = name.endswith("_") and not name.endswith("__") and not is_operator

@@ -25,6 +25,7 @@ from graphrt.errors import CompileError, ConfigError, SplittingOpError
 from graphrt.values import tensors_of
 
 _NAMESPACE = "graphrt_cut"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
 class _Cuts(threading.local):
@@ -107,7 +108,8 @@ class Cuts:
             for tensor in tensors_of((self._given, args, kwargs))
             if tensor.untyped_storage()._cdata not in named and not tensor.is_inference()
         ]
-        with torch_api.counting_writes():
+        # Inside Inductor's code tensors do not count what is written to them.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             result = call(*args, **kwargs)
         for tensor, version in watched:
             if tensor._version != version:
@@ -175,11 +177,6 @@ def cut_operator(node: fx.Node) -> torch._ops.OpOverload:
     return _operator_like(operator_called_by(node))
 
 
-@cache
-def _library() -> torch.library.Library:
-    return torch.library.Library(_NAMESPACE, "DEF")
-
-
 # Once for each operator: Dynamo permits one compilation at a time, and torch keeps these for good.
 @cache
 def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
@@ -187,14 +184,14 @@ def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     # Not alike for ``a_b::c`` and ``a::b_c``.
     name = str(op).replace("_", "__").replace(".", "_1_")
     schema = str(op._schema)
-    _library().define(name + schema[schema.index("(") :], tags=tuple(op.tags))
+    _LIBRARY.define(name + schema[schema.index("(") :], tags=tuple(op.tags))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         running = _CUTS.running
         return (op if running is None else running.at(op))(*args, **kwargs)
 
-    _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_library())
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_LIBRARY)
     found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
 

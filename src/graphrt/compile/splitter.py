@@ -314,8 +314,7 @@ def _sizes_behind(
 
 
 def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
-    names = (getattr(node.target, "__name__", str(node.target)) for node in nodes)
-    return all(_TRIVIAL.fullmatch(name.partition(".")[0]) for name in names)
+    return all(_TRIVIAL.fullmatch(name_of(node)) for node in nodes)
 
 
 def extract(
@@ -352,8 +351,13 @@ def operator_of(node: fx.Node) -> str:
     if node.op == "call_method" or module_of(target) == "_operator":
         values = [used.meta.get("example_value") for used in node.all_input_nodes]
         is_of_torch = any(isinstance(value, torch.Tensor) for value in values)
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = name_of(node)
     return f"aten::{name}" if is_of_torch and hasattr(torch.ops.aten, name) else ""
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the function or method that a node calls, without an overload's."""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def module_of(target: object) -> str:

@@ -38,7 +38,6 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
-from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
@@ -68,12 +67,6 @@ def unmark(tensor: torch.Tensor) -> None:
     """Undo ``mark``."""
     for name in [name for name in vars(tensor) if name.startswith("_dynamo_")]:
         delattr(tensor, name)
-
-
-def as_python(expression: Any) -> str:
-    """An expression of sizes as code, its symbols as names."""
-    text: str = PythonPrinter().doprint(expression)
-    return text
 
 
 def traced(
@@ -135,13 +128,6 @@ def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
         name: str = torch._C._jit_resolve_packet(operator, *args, **kwargs)
         return name
     return ""
-
-
-def counting_writes() -> AbstractContextManager[object]:
-    """While entered, tensors count what is written to them: inside Inductor's code they do not."""
-    key = torch._C.DispatchKey.ADInplaceOrView
-    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
-    return guard
 
 
 # -- Inductor
@@ -458,15 +444,6 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(
         a is b or (isinstance(a, int) and a == b) for a, b in zip(some, others, strict=True)
     )
-
-
-def inductor_options() -> Mapping[str, Any]:
-    """Every option of Inductor that code depends on, as it is now."""
-    return inductor_config.save_config_portable()
-
-
-def inductor_option_names() -> Sequence[str]:
-    return tuple(inductor_config.get_config_copy())
 
 
 @cache
