@@ -213,10 +213,7 @@ def refuse_other_devices(graph: fx.GraphModule) -> None:
     it would run between two partitions, in no graph and in no eager segment."""
     first: torch.device | None = None
     for node in graph.graph.nodes:
-        value = node.meta.get("example_value")
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if not isinstance(one, torch.Tensor):
-                continue
+        for one in tensors_of(node.meta.get("example_value")):
             first = first or one.device
             if one.device != first:
                 raise CompileError(

@@ -231,14 +231,6 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
         yield
 
 
-def view_of(
-    base: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: Any
-) -> torch.Tensor:
-    """The view of ``base`` whose first element is ``offset`` of its own behind the first of it."""
-    typed = base.view(dtype)
-    return typed.as_strided(shape, stride, typed.storage_offset() + offset)
-
-
 def to_bytes(artifact: Any) -> bytes | None:
     """What ``from_bytes`` makes an artifact of in another process; None if it cannot be saved."""
     with tempfile.TemporaryDirectory() as folder:
