@@ -217,7 +217,6 @@ class Compiled:
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
-        started = perf_counter()
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
@@ -225,7 +224,7 @@ class Compiled:
         contract.check(args, kwargs)
         root, scope = own_root(self.runnable)
         audit = Audit(scope, root.__globals__)
-        found = _Compilation(self, axes, audit, started)
+        found = _Compilation(self, axes, audit)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
 
@@ -256,9 +255,7 @@ class Compiled:
         if len(self._traces) > 1:
             return outputs
         self.report = found.report._replace(
-            pieces=tuple(found.infos),
-            num_audited=len(audit.told),
-            notes=self._notes,
+            pieces=tuple(found.infos), num_audited=len(audit.told), notes=self._notes
         )
         self._dump.json("guards.json", {"compared": audit.told})
         self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": self.report.misses})
@@ -278,13 +275,10 @@ class _Compilation:
     """One traced graph on its way to the function that calls its pieces."""
 
     def __init__(
-        self,
-        owner: Compiled,
-        axes: Mapping[int, Mapping[int, str]],
-        audit: Audit,
-        started: float,
+        self, owner: Compiled, axes: Mapping[int, Mapping[int, str]], audit: Audit
     ) -> None:
-        self._owner, self._axes, self._audit, self._started = owner, axes, audit, started
+        self._owner, self._axes, self._audit = owner, axes, audit
+        self._started = perf_counter()
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
         self._symbols: Symbols | None = None
         self.infos: list[PieceInfo] = []
@@ -401,11 +395,8 @@ class _Compilation:
             began = perf_counter()
             mode, inputs, axes = symbols.inputs(piece.inputs, self._axis, sizes)
             # In plain form what is an operator for smaller sizes.
-            plain = {
-                op: form.plain
-                for op, form in self._sized.items()
-                if sizes.start > form.largest_size
-            }
+            large = [(op, one) for op, one in self._sized.items() if sizes.start > one.largest_size]
+            plain = {op: form.plain for op, form in large}
             module, structure = piece.module, piece.structure
             if any(splitter.operator_of(node) in plain for node in piece.nodes):
                 with mode, enable_python_dispatcher():
