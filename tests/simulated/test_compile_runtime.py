@@ -770,6 +770,10 @@ class Scale(torch.nn.Module):
         return x * 2.0
 
 
+def tripled(self, x):
+    return x * 3.0
+
+
 def as_it_is(x):
     return x
 
@@ -816,6 +820,8 @@ class Reads(Formula):
         (lambda model: setattr(model, "sizes", {1, 3}), "sizes"),
         (lambda model: setattr(model.by_class, "factor", 3.0), "factor"),
         (lambda model: setattr(model.module, "forward", torch.tanh), "forward"),
+        (lambda model: setattr(type(model.module), "forward", tripled), r"model\.module"),
+        (lambda model: setattr(type(model), "forward", tripled), "model"),
         (lambda model: setattr(model, "second", torch.nn.Parameter(torch.zeros(1))), "second"),
         (lambda model: setattr(model, "pair", (3.0, (2, "a"))), r"model\.pair"),
         (lambda model: setattr(model, "pair", (1.0, (True, "a"))), r"model\.pair"),
@@ -825,11 +831,14 @@ class Reads(Formula):
         (lambda model: setattr(model.weight, "data", turned(model.weight)), r"model\.weight"),
     ],
     ids=[
-        *("enum", "operator", "set", "attribute of the class", "method", "shared tensor"),
+        *("enum", "operator", "set", "attribute of the class", "method", "method of a class"),
+        *("method of the model's class", "shared tensor"),
         *("tuple", "type in a tuple", "code", "absent", "absent of an object", "layout"),
     ],
 )
-def test_what_the_trace_read_is_compared_by_what_it_is(change, told):
+def test_what_the_trace_read_is_compared_by_what_it_is(monkeypatch, change, told):
+    for kind in (Scale, Reads):
+        monkeypatch.setattr(kind, "forward", kind.forward)  # Put back, where it is replaced.
     with compiled("NONE", Reads()) as lab:
         lab.runtime.check_externals()
         change(lab.model)

@@ -210,10 +210,10 @@ class Audit:
         if not name or is_argument or as_written(name).startswith(tuple(self.changed)):
             return False
         self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
-        if kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"):
-            return True
-        self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
-        return False
+        has_guard = kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
+        if not has_guard or isinstance(value, torch.nn.Module):
+            self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
+        return has_guard
 
     def check(self, kind: type[GraphrtError] = GuardAuditError) -> None:
         """Errors: one of ``kind`` with the first thing that differs from the trace."""
@@ -226,7 +226,8 @@ class Audit:
             reason = as_written(" ".join(reasons).partition("  # ")[0].strip())
             # torch says of lengths alone what is wrong.
             reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
-            names = [name for _, name, _ in self._kept if as_written(name) in reason]
+            place = reason.partition(", type=")[0]
+            names = [name for _, name, _ in self._kept if as_written(name) in place]
             name = max(names, key=len, default=reason)
             raise _changed(kind, as_written(name), reason, shown(self._now(name)))
 
@@ -247,6 +248,10 @@ def _changed(kind: type[GraphrtError], name: str, expected: str, found: str) -> 
 
 
 def _told(value: object) -> object:
+    if isinstance(value, torch.nn.Module):
+        # torch takes the methods of its class for granted.
+        forward = type(value).forward
+        return type(value), forward, getattr(forward, "__code__", None)
     if not isinstance(value, torch.Tensor):
         return tuple(map(str, value)) if isinstance(value, dict) else value
     stride = value.stride() if value.layout is torch.strided else None
