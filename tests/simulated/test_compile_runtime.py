@@ -49,6 +49,7 @@ from lab import (
 )
 
 LOG: list[int] = []
+LOG_SCALE = 2.0
 PLAN = resolve(RuntimeConfig(compilation=CompilationConfig(level=3))).compile
 
 
@@ -416,11 +417,11 @@ def test_view_that_changes_in_place_is_not_removed():
     assert torch.equal(found["rows"], Turned()(**given)["rows"])
 
 
-def test_changed_global_is_a_warning_and_in_the_report():
+def test_changed_global_is_a_warning_and_in_the_report(monkeypatch):
     class Logs(Formula):
         def between(self, hidden):
             LOG.append(1)
-            return hidden
+            return hidden * LOG_SCALE
 
     with pytest.warns(SideEffectWarning, match="LOG is changed at .*LOG.append"):
         lab = compiled("NONE", Logs())
@@ -429,6 +430,9 @@ def test_changed_global_is_a_warning_and_in_the_report():
             "LOG"
         ]
         lab.runtime.check_externals()  # What the code itself changes is no constant of the trace.
+        monkeypatch.setitem(globals(), "LOG_SCALE", 3.0)
+        with pytest.raises(GuardAuditError, match="LOG_SCALE"):
+            lab.runtime.check_externals()
 
 
 def test_buffer_written_in_place_is_written_by_every_replay():
@@ -627,6 +631,17 @@ def test_structure_changed_after_the_trace_is_refused(change):
             parts.append(torch.nn.Tanh())
         with pytest.raises(GuardAuditError, match="parts"):
             lab.runtime.check_externals()
+
+
+def test_hook_of_all_modules_that_comes_after_the_trace_is_refused():
+    with compiled("NONE", Reads()) as lab:
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *call: None)
+        try:
+            with pytest.raises(GuardAuditError, match="_global_forward_hooks"):
+                lab.runtime.check_externals()
+        finally:
+            handle.remove()
+        lab.runtime.check_externals()
 
 
 def test_call_other_than_the_traced_one_is_refused():

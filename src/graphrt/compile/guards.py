@@ -207,11 +207,13 @@ class Audit:
 
     def _stays(self, kind: str, name: str, value: object) -> bool:
         is_argument = name.startswith(("args", "kwargs"))
-        if not name or is_argument or as_written(name).startswith(tuple(self.changed)):
+        is_changed = any(re.match(rf"{re.escape(one)}\b", as_written(name)) for one in self.changed)
+        if not name or is_argument or is_changed:
             return False
         self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
         has_guard = kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
-        if not has_guard or isinstance(value, torch.nn.Module):
+        # Of hooks of all modules torch compares the type alone.
+        if not has_guard or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
             self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
         return has_guard
 
