@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._dynamo.backends.registry import list_backends, lookup_backend
+from torch._inductor import config as inductor_config
 
 from graphrt.compile import torch_api
 from graphrt.compile.cache import CompileCache, key_of
@@ -29,6 +30,8 @@ from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
 from graphrt.errors import BackendError, ConfigError, GraphrtError
 from graphrt.events import CacheMiss
+from graphrt.externals.environment import FLAGS
+from graphrt.values import tensors_of
 
 FIELD = "compilation.backend"
 
@@ -93,13 +96,28 @@ class BlackBox:
 
 
 @contextmanager
-def compiling(backend: str, piece: str) -> Iterator[None]:
-    """Turns what a backend raises into a ``BackendError``; our own errors stay."""
+def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[None]:
+    """Turns what a backend raises into a ``BackendError``; our own errors stay.
+
+    What Inductor raises about a folder that it cannot write to: a ``ConfigError`` that names what
+    says where that is. ``root``: of the cache.
+    """
     try:
         yield
     except GraphrtError:
         raise
     except Exception as error:
+        denied: Any = getattr(error, "inner_exception", error)  # Inductor wraps what it meets.
+        is_denied = isinstance(denied, OSError) and denied.errno in (EACCES, EPERM, EROFS)
+        if is_denied and backend == "inductor":
+            is_ours = root is not None and Path(str(denied.filename)).is_relative_to(root)
+            ours = "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
+            raise ConfigError(
+                ours if is_ours else torch_api.INDUCTOR_CACHE_VARIABLE,
+                expected="a folder that this process may write to: Inductor keeps kernels there",
+                found=f"{type(denied).__name__}: {denied}",
+                do="make it writable, or name another one",
+            ) from error
         lines = str(error).strip().splitlines() or [""]
         needs_compiler = "C++ compiler" in str(error)
         raise BackendError(
@@ -130,7 +148,7 @@ class Inductor:
     def compile(self, job: Job) -> Form:
         plan = self._plan
         partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
-        with compiling(self.name, job.name), _folders(plan.cache_dir), partitions:
+        with compiling(self.name, job.name, plan.cache_dir), partitions:
             if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
                 is_asked = plan.compile_cache and plan.cache_dir is not None
                 missed = CacheMiss.UNHASHABLE_PASS if is_asked else CacheMiss.DISABLED
@@ -168,24 +186,24 @@ class Inductor:
 
     def _compiled(self, job: Job) -> Any:
         options = dict(self._plan.inductor_compile_config)
-        on_cpu = all(one.device.type == "cpu" for one in _tensors(job))
+        on_cpu = all(one.device.type == "cpu" for one in tensors_of(job.inputs))
         if job.sizes.is_static and not on_cpu:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
         sizes = f"{job.sizes}, {job.bounds}"
         return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
 
     def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
-        devices = {one.device for one in _tensors(job)}
+        devices = {one.device for one in tensors_of(job.inputs)}
         factors = {
             "torch": torch_api.versions(),
             "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
             "structure": job.structure,
             "sizes": (*job.sizes, job.bounds),
             "plan": self._plan.compute_hash(),
-            "inductor": torch_api.inductor_options(),
+            "inductor": inductor_config.save_config_portable(),
             "modes": {
                 **environment(next(iter(devices)).type if devices else "cpu"),
-                "matmul precision": torch_api.matmul_precision(),
+                **{name: next(values) for name, values in FLAGS.items()},
                 "threads": torch.get_num_threads(),
                 "inference mode": torch.is_inference_mode_enabled(),
             },
@@ -196,31 +214,6 @@ class Inductor:
         key = key_of(factors)
         self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
         return self._cache, key
-
-
-def _tensors(job: Job) -> list[torch.Tensor]:
-    return [one for one in job.inputs if isinstance(one, torch.Tensor)]
-
-
-@contextmanager
-def _folders(root: Path | None) -> Iterator[None]:
-    """Turns Inductor's error about a folder that it cannot write to into one that names what says
-    where that is: a ``ConfigError``."""
-    try:
-        yield
-    except Exception as error:
-        denied = getattr(error, "inner_exception", error)  # Inductor wraps what it meets.
-        if not isinstance(denied, OSError) or denied.errno not in (EACCES, EPERM, EROFS):
-            raise
-        place, told = Path(str(denied.filename)), "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
-        if root is None or not place.is_relative_to(root):
-            told = torch_api.INDUCTOR_CACHE_VARIABLE
-        raise ConfigError(
-            told,
-            expected="a folder that this process may write to: Inductor keeps its kernels there",
-            found=f"{type(denied).__name__}: {denied}",
-            do="make it writable, or name another one",
-        ) from error
 
 
 def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
@@ -240,7 +233,7 @@ def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
 
 def _check_options(options: Any) -> None:
     """Errors: ``ConfigError`` for what is no option of Inductor."""
-    known = torch_api.inductor_option_names()
+    known = inductor_config.get_config_copy()
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.0)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from types import CodeType, FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 
 from graphrt.compile import effects, ranges, splitter, torch_api
@@ -29,7 +28,6 @@ from graphrt.config import CompilePlan
 from graphrt.errors import (
     CompileError,
     ContractError,
-    GraphrtError,
     RecompileError,
     ShapeGuardError,
 )
@@ -66,8 +64,6 @@ class CompileReport(NamedTuple):
     """Globals that the traced code changes: eager runs do, replays do not."""
     num_audited: int = 0
     """Things that the trace read and that are compared before each capture."""
-    unaudited: tuple[str, ...] = ()
-    """Those that cannot be."""
     num_noops: int = 0
     """Operations that changed nothing, and were removed."""
     notes: tuple[str, ...] = ()
@@ -96,8 +92,8 @@ class Compiled:
     are compiled. ``limits``: axis -> the largest size; of the first, ``plan`` has ranges and sizes.
     ``observer`` is told what was compiled. ``rank``: of this process, under which it is noted.
 
-    Dynamo's guards are dropped: each call compares its arguments with those traced, ``audit`` all
-    else that the trace read. Errors: ``SplittingOpError`` for an unknown splitting op;
+    Dynamo asks nothing at calls: each compares its arguments with those traced, ``audit`` all else
+    that the trace read. Errors: ``SplittingOpError`` for an unknown splitting op;
     ``ConfigError`` for an unknown backend, and an unknown option of Inductor.
     """
 
@@ -130,7 +126,8 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
-        self._is_backed = plan.dynamic_shapes == "backed"
+        self.needs_size_1 = plan.dynamic_shapes == "backed"
+        """Whether calls in which an axis has size 1 need a trace of their own."""
         self._notes: tuple[str, ...] = ()
         self._traces: dict[frozenset[str], _Trace] = {}
         """By axes that have size 1: others are alike for every size only if they are backed."""
@@ -138,16 +135,9 @@ class Compiled:
         """Of the trace that is made."""
         self.is_audit_due = False
         """Whether the next call is to compare what the trace read."""
-        self._misses: deque[str] = deque(maxlen=1)
-        """Why torch's guards took the last call for another one."""
 
     refused = staticmethod(torch_api.compiled_code_refused)
     """A context in which compiled code that no piece is, raises."""
-
-    @property
-    def needs_size_1(self) -> bool:
-        """Whether calls in which an axis has size 1 need a trace of their own."""
-        return self._is_backed
 
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
@@ -159,9 +149,9 @@ class Compiled:
         try:
             self._trace(run, varying)
         except ShapeGuardError as error:
-            if self._is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
+            if self.needs_size_1 or self._plan.dynamic_shapes != "auto" or self._traces:
                 raise
-            self._is_backed = True
+            self.needs_size_1 = True
             self._notes = (
                 f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
             )
@@ -169,15 +159,15 @@ class Compiled:
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
-            axis for tensor, dim, axis in varying if self._is_backed and tensor.shape[dim] == 1
+            axis for tensor, dim, axis in varying if self.needs_size_1 and tensor.shape[dim] == 1
         )
         if self._ones in self._traces:
             raise _again("a second call of trace")
         varying = [one for one in varying if one[2] not in self._ones]
-        if self._is_backed:
+        if self.needs_size_1:
             _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
-            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self._is_backed)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self.needs_size_1)
         self._varying = varying
         try:
             run()
@@ -197,7 +187,7 @@ class Compiled:
         if self._varying is not None:
             return self._first_call(args, kwargs)
         trace = self._traces.get(_NO_AXES)
-        if self._is_backed and self._traces:
+        if self.needs_size_1 and self._traces:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
             trace = self._traces.get(ones, trace)
@@ -212,18 +202,9 @@ class Compiled:
         if self.is_audit_due:
             self.audit()
             self.is_audit_due = False
-        call = trace.guarded
-        if call is None or torch_api.has_modes():
-            call = trace.entry
-        try:
-            return call(*args, **kwargs)
-        except exc.TorchDynamoException as error:
-            if self._misses:
-                raise _again(" ".join(self._misses.pop().split())) from error
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, GraphrtError):
-                raise inner from error
-            raise  # Of code that a piece calls.
+        if self._plan.guard_policy == "keep":
+            trace.audit.check(RecompileError)
+        return trace.call(*args, **kwargs)
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -236,40 +217,32 @@ class Compiled:
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
-        started = perf_counter()
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._limits, 2 if self._is_backed else 1)
-        guards: list[Any] = []
+        contract = Contract(args, kwargs, axes, self._limits, 2 if self.needs_size_1 else 1)
         contract.check(args, kwargs)
-        found = _Compilation(self, axes, started)
+        root, scope = own_root(self.runnable)
+        audit = Audit(scope, root.__globals__)
+        found = _Compilation(self, axes, audit)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            if not compilers:
-                raise _again("Dynamo, for a call that it takes for another one")
             return compilers.pop().run(graph, inputs)
 
-        def drop_all(entries: Sequence[Any]) -> list[bool]:
-            guards.extend(entries)
-            return [False] * len(entries)
-
-        root, scope = own_root(self.runnable)
-        # A fresh dict for each: torch.compile takes entries out of it.
-        options: dict[str, Any] = {"guard_filter_fn": drop_all}
-        # dynamic=False, because numbers that differ between two runtimes of one class would else
-        # become inputs. Dimensions that are marked vary all the same.
-        entry = torch.compile(root, backend=backend, fullgraph=True, dynamic=False, options=options)
         try:
-            outputs = entry(*args, **kwargs)
+            outputs, call, audit.guards = torch_api.traced(
+                root, backend, audit.chosen, args, kwargs
+            )
         except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.
             raise translated(error) from error
         finally:
             compilers.clear()
             effects.put_back(found.held)
+        if call is None:
+            raise _again("a call that Dynamo left uncompiled (torch.compiler.set_stance)")
         if found.report is None:
             raise CompileError(
                 "trace",
@@ -278,68 +251,36 @@ class Compiled:
                 do="run it uncompiled (level 0)",
             )
         found.refuse_shape_guards()
-        audit = Audit(guards, scope, root.__globals__)
-        self.source = found.source
-        guarded = None
-        if self._plan.guard_policy == "keep":
-            guarded = self._guarded(found, args, kwargs)
-        self._traces[self._ones] = _Trace(entry, contract, audit, guarded)
+        self._traces[self._ones] = _Trace(call, contract, audit)
         if len(self._traces) > 1:
             return outputs
         self.report = found.report._replace(
-            pieces=tuple(found.infos),
-            num_audited=audit.num_checked,
-            unaudited=audit.unchecked,
-            notes=self._notes,
+            pieces=tuple(found.infos), num_audited=len(audit.told), notes=self._notes
         )
-        self._dump.json("guards.json", audit.told())
+        self._dump.json("guards.json", {"compared": audit.told})
         self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": self.report.misses})
         self._dump.json("report.json", self.report._asdict())
         return outputs
 
-    def _guarded(self, found: _Compilation, args: Any, kwargs: Any) -> Callable[..., Any]:
-        """The same code behind another entry, where torch checks its guards at each call.
-
-        Beside the first, because under a mode, as in simulated recordings, torch refuses such an
-        entry.
-        """
-        stitched, given = [found.stitched], found.given
-
-        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            if not stitched or _names(graph) != given:
-                raise _again("Dynamo, for a call that it takes for another one")
-            return stitched.pop()
-
-        root, _ = own_root(self.runnable)
-        tell = self._misses.append
-        entry = torch_api.stock_compile(root, backend, tell, nopython=True, dynamic=False)
-        entry(*args, **kwargs)
-        effects.put_back(found.held)
-        return entry
-
 
 class _Trace(NamedTuple):
-    """One trace, and what has to be as it was then. ``guarded``: with torch's guards."""
+    """One trace, and what has to be as it was then."""
 
-    entry: Callable[..., Any]
+    call: Callable[..., Any]
     contract: Contract
     audit: Audit
-    guarded: Callable[..., Any] | None
 
 
 class _Compilation:
     """One traced graph on its way to the function that calls its pieces."""
 
     def __init__(
-        self, owner: Compiled, axes: Mapping[int, Mapping[int, str]], started: float
+        self, owner: Compiled, axes: Mapping[int, Mapping[int, str]], audit: Audit
     ) -> None:
-        self._owner, self._axes, self._started = owner, axes, started
+        self._owner, self._axes, self._audit = owner, axes, audit
+        self._started = perf_counter()
         self._limits, self._plan, self._compiler = owner._limits, owner._plan, owner._compiler
         self._symbols: Symbols | None = None
-        self.stitched: Callable[..., Any] = _ran_uncompiled
-        """What ``run`` made; ``given``: the names of what that takes."""
-        self.given: list[str] = []
-        self.source = ""
         self.infos: list[PieceInfo] = []
         self.held = effects.Copies()
         """What the run of the traced call writes."""
@@ -359,7 +300,7 @@ class _Compilation:
         """The function that Dynamo is to call."""
         owner, plan, ops = self._owner, self._plan, self._owner._ops
         owner._dump.graph("dynamo.py", graph)
-        side_effects = refuse_side_effects()
+        self._audit.changed = side_effects = refuse_side_effects()
         began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
         symbols = self._symbols = self._symbols_of(graph, inputs)
@@ -410,9 +351,8 @@ class _Compilation:
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
         self.held = effects.copies_of_written(graph, inputs)
-        self.stitched, self.source = splitter.stitch(graph, pieces, calls)
-        owner._dump.write("stitch.py", lambda: self.source)
-        self.given = _names(graph)
+        stitched, owner.source = splitter.stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", lambda: owner.source)
         misses = {reason: count for reason, count in self._missed.items() if reason is not None}
         self.report = CompileReport(
             backend=self._compiler.name,
@@ -425,11 +365,11 @@ class _Compilation:
             side_effects=side_effects,
             num_noops=num_noops,
         )
-        return self.stitched
+        return stitched
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
-        if self._owner._is_backed and self._symbols is not None:
+        if self._owner.needs_size_1 and self._symbols is not None:
             ranges.refuse_shape_guards(self._symbols.mode, self._symbols.axes, None)
 
     def _symbols_of(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
@@ -441,7 +381,7 @@ class _Compilation:
                 if isinstance(size, torch.SymInt):
                     order = list(self._limits).index(name)
                     axes[size.node.expr] = Axis(name, self._limits[name], order)
-        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner._is_backed)
+        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner.needs_size_1)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Callable[..., Any]:
         """A piece, with every form of it, made before any of them is used."""
@@ -455,11 +395,8 @@ class _Compilation:
             began = perf_counter()
             mode, inputs, axes = symbols.inputs(piece.inputs, self._axis, sizes)
             # In plain form what is an operator for smaller sizes.
-            plain = {
-                op: form.plain
-                for op, form in self._sized.items()
-                if sizes.start > form.largest_size
-            }
+            large = [(op, one) for op, one in self._sized.items() if sizes.start > one.largest_size]
+            plain = {op: form.plain for op, form in large}
             module, structure = piece.module, piece.structure
             if any(splitter.operator_of(node) in plain for node in piece.nodes):
                 with mode, enable_python_dispatcher():
@@ -469,25 +406,19 @@ class _Compilation:
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)
             ranges.refuse_shape_guards(mode, axes, sizes)
-            call = form.call
-            if self._cuts is not None:
-                call = torch_api.aligned(call, effects.written_inputs(piece))
-            forms[sizes] = effects.with_layouts(call, piece) if self._compiler.is_opaque else call
+            is_opaque = self._compiler.is_opaque
+            forms[sizes] = effects.with_layouts(form.call, piece) if is_opaque else form.call
             seconds = perf_counter() - began
             self._seconds["compile" if form.missed else "load"] += seconds
             self._missed[form.missed] += 1
             if self._owner._observer is not None:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
-        return ranges.chosen_by_size(forms, place, self._axis)
+        return ranges.chosen_by_size(forms, place)
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:
     return [args[at] for at in places]
-
-
-def _names(graph: fx.GraphModule) -> list[str]:
-    return [node.name for node in graph.graph.find_nodes(op="placeholder")]
 
 
 def _refuse_equal_sizes(varying: Varying) -> None:
@@ -502,9 +433,7 @@ def _refuse_equal_sizes(varying: Varying) -> None:
         )
 
 
-def own_root(
-    target: Callable[..., Any], *, may_run_uncompiled: bool = False
-) -> tuple[FunctionType, dict[str, Any]]:
+def own_root(target: Callable[..., Any]) -> tuple[FunctionType, dict[str, Any]]:
     """A function that calls ``target``, with code and globals of its own; its variables.
 
     Dynamo keeps what it compiled by code object: without guards, a second runtime would run the
@@ -514,25 +443,15 @@ def own_root(
     if isinstance(target, MethodType):
         scope = {"model": target.__self__, "function": target.__func__}
     plain: Any = _root_of(**scope)
-    code: CodeType = plain.__code__.replace()
-    ran: Callable[[], object] = bool if may_run_uncompiled else _ran_uncompiled
-    own = {"torch": torch, "_ran_uncompiled": ran, "__builtins__": __builtins__}
-    root = FunctionType(code, own | {"__name__": __name__}, "root", None, plain.__closure__)
-    return root, scope
+    own = {"__builtins__": __builtins__, "__name__": __name__}
+    return FunctionType(plain.__code__.replace(), own, "root", None, plain.__closure__), scope
 
 
 def _root_of(model: Any, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def root(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            _ran_uncompiled()
         return model(*args, **kwargs) if function is None else function(model, *args, **kwargs)
 
     return root
-
-
-def _ran_uncompiled() -> None:
-    """Dynamo traces around it: only code that runs as plain Python gets here."""
-    raise _again("a call that Dynamo left uncompiled (torch.compiler.disable, or a set_stance)")
 
 
 def _again(found: str) -> RecompileError:
@@ -540,6 +459,5 @@ def _again(found: str) -> RecompileError:
         "compiled code",
         expected="one trace, which serves every call",
         found=found,
-        do="compile once, outside torch.compiler.disable and set_stance; another runtime after "
-        "torch._dynamo.reset",
+        do="compile once, outside torch.compiler.disable and set_stance",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -178,7 +178,8 @@ def check_custom_ops(plan: CompilePlan, model: object = None) -> None:
     problems = []
     for rule in plan.custom_ops:
         if rule[0] in "+-" and rule[1:] not in _REGISTERED:
-            known = ", ".join(_nearest_first(rule[1:])) or "none: first import what registers it"
+            nearest_first = get_close_matches(rule[1:], _REGISTERED, len(_REGISTERED) or 1, 0.0)
+            known = ", ".join(nearest_first) or "none: first import what registers it"
             found = f"{rule!r}, an unknown name"
             problems.append(ConfigProblem("compilation.custom_ops", found, known))
     wrong = sorted({op.name for op in _ops_in(model) if op.is_enabled != op.enabled(plan)})
@@ -188,10 +189,6 @@ def check_custom_ops(plan: CompilePlan, model: object = None) -> None:
         problems.append(ConfigProblem("compilation.custom_ops", found, accepted))
     if problems:
         raise config_error("custom ops", problems)
-
-
-def _nearest_first(name: str) -> list[str]:
-    return sorted(_REGISTERED, key=lambda known: -SequenceMatcher(None, known, name).ratio())
 
 
 def _ops_in(model: object) -> list[CustomOp]:

@@ -15,11 +15,12 @@ import torch
 from torch import fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._sympy.printers import PythonPrinter
 
-from graphrt.compile import torch_api
+from graphrt.compile import splitter
 from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
-from graphrt.compile.splitter import Describe, Piece, SplittingOps, operator_of, overload_of
+from graphrt.compile.splitter import Describe, Piece, SplittingOps, name_of, operator_of
 from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import CompileError
 
@@ -30,8 +31,8 @@ _WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.spl
 
 _MOST_COPIED_BYTES = 1 << 28
 
-_Known = tuple[list[Callable[[Sequence[Any]], Any]], tuple[int, ...]]
-"""What makes each output of the arguments; positions of what is written."""
+_Known = tuple[Sequence[Any], Mapping[int, int], tuple[int, ...]]
+"""Fake results; by memory, which argument lies in it; positions of what is written."""
 
 
 def description(piece: Piece) -> Describe:
@@ -46,8 +47,8 @@ def description(piece: Piece) -> Describe:
         )
         if key not in known:
             known[key] = _described(module, declared, args)
-        outputs, written = known[key]
-        return tuple(output(args) for output in outputs), written
+        results, given, written = known[key]
+        return tuple(_like(result, given, args) for result in results), written
 
     return describe
 
@@ -62,23 +63,23 @@ def _described(module: fx.GraphModule, declared: Sequence[int], args: Sequence[A
         ]
         tensors = {at: fake for at, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
         versions = {at: fake._version for at, fake in tensors.items()}
-        outputs = fx.Interpreter(module).run(*fakes)
+        results = fx.Interpreter(module).run(*fakes)
         written = {at for at, fake in tensors.items() if fake._version != versions[at]}
     given = {fake.untyped_storage()._cdata: at for at, fake in tensors.items()}
-    return [_output(one, given) for one in outputs], tuple(sorted({*written, *declared}))
+    return results, given, tuple(sorted({*written, *declared}))
 
 
-def _output(value: Any, given: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
-    """How to get a result, or a tensor like it, from the arguments."""
-    if not isinstance(value, torch.Tensor):
-        return lambda args: value
-    shape, stride, dtype = value.shape, value.stride(), value.dtype
-    at = given.get(value.untyped_storage()._cdata)
+def _like(result: Any, given: Mapping[int, int], args: Sequence[Any]) -> Any:
+    """A result as it is, or a tensor like it."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    shape, stride, dtype = result.shape, result.stride(), result.dtype
+    at = given.get(result.untyped_storage()._cdata)
     if at is None:
-        return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    offset = value.storage_offset()
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     # A view of an argument: what is written through one of them is read through the other.
-    return lambda args: torch_api.view_of(args[at], dtype, shape, stride, offset)
+    typed = args[at].view(dtype)
+    return typed.as_strided(shape, stride, typed.storage_offset() + result.storage_offset())
 
 
 def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
@@ -187,7 +188,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
     if not wanted:
         return call
     where = {size: place for size, place in sizes_of(piece.inputs) if size.is_Symbol}
-    texts = [f"({', '.join(map(torch_api.as_python, strides))},)" for strides in wanted.values()]
+    texts = [f"({', '.join(map(PythonPrinter().doprint, each))},)" for each in wanted.values()]
     names = ", ".join(str(symbol) for symbol in where)
     strides_for = eval(f"lambda {names}: [{', '.join(texts)}]", {"math": math})
 
@@ -286,7 +287,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     found: list[Any] = []
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, overload_of(node) or target.overloads()[0])
+        target = getattr(target, splitter.overload_of(node) or target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         found += written_among(target, node.args, node.kwargs)
     elif operator_of(node) in ("aten::batch_norm", "aten::instance_norm"):
@@ -298,7 +299,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         op = getattr(torch.ops.aten, operator_of(node).removeprefix("aten::")).default
         found += written_among(op, args, kwargs)
     else:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        name = name_of(node)
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
         is_operator = getattr(target, "__module__", "") == "_operator"
         ends_so = name.endswith("_") and not name.endswith("__") and not is_operator

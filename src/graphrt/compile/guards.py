@@ -1,43 +1,32 @@
 """What replaces Dynamo's guards: checks of the arguments, and of what the trace read.
 
-Dynamo's own guards would be evaluated at every call, and are all dropped. Arguments and modes are
-compared at every call of the compiled code; what else the trace read, before each capture.
+Dynamo would evaluate its guards at every call. Arguments and modes are compared at every call of
+the compiled code; what else the trace read, before each capture.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graphrt.errors import ContractError, GuardAuditError
+from graphrt.errors import ContractError, GraphrtError, GuardAuditError, shown
+from graphrt.externals.environment import autocast_dtype
 
 Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
 
 _HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
-_QUESTIONS = {
-    "HASATTR": "hasattr({1}, {0!r})",
-    "NOT_PRESENT_IN_GENERIC_DICT": "{0!r} in {1}.__dict__",
-}
-"""By kind of guard, as an expression of the attribute and the object."""
-_BY_IDENTITY = (
-    *(type, FunctionType, BuiltinFunctionType, ModuleType, Enum),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
-)
 
 
 def environment(device_type: str) -> dict[str, object]:
     """The modes that a trace holds as constants."""
-    autocast = torch.is_autocast_enabled(device_type)
     return {
-        "autocast": torch.get_autocast_dtype(device_type) if autocast else None,
+        "autocast": autocast_dtype(device_type),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -190,117 +179,89 @@ def _argument_name(path: Sequence[Any]) -> str:
 class Audit:
     """What the trace read besides its arguments, to be compared with what stands there now.
 
-    ``unchecked``: expressions that cannot be evaluated again, in the user's terms.
+    torch's own guards compare it, those that ``chosen`` chooses while they are made; but tensors,
+    whose guards also tell gradients and modes. ``changed``: globals that the traced code changes.
     """
 
-    def __init__(self, guards: Iterable[Any], scope: Mapping[str, Any], globals_: Any) -> None:
-        self._scope = {**scope, "G": globals_}
-        reads = {}
-        for guard in guards:
-            if guard.name and guard.has_value and not re.match(r"(args|kwargs)\b", guard.name):
-                reads[guard.name] = _told(guard.value)
-                reads |= {question: self._now(question) for question in _asked(guard)}
-        checked = {one: told for one, told in reads.items() if self._now(one) == told}
-        self.unchecked = tuple(as_written(one) for one in reads if one not in checked)
-        self._reads = {
-            one: (compile(one, "<graphrt audit>", "eval"), told) for one, told in checked.items()
-        }
-        """By expression, its code; how it is compared, and what it was."""
-        self._shared = self._sharing()
+    def __init__(self, scope: Mapping[str, Any], globals_: Mapping[str, Any]) -> None:
+        self.changed: Sequence[str] = ()
+        self.guards: Any = None
+        """Made when the trace is compiled."""
+        self._scope = {**scope, "args": (), "kwargs": {}}
+        self._globals = {"G": globals_}
+        self._kept: list[tuple[str, str, object]] = []
+        """Kind, expression and value. Of what guards know by its id, which is its own only while
+        it lives; of no tensor."""
+        self._compared: dict[str, tuple[Any, object]] = {}
+        """What torch's guards leave out, or compare by more than matters: by expression, its code
+        and what is compared."""
 
     @property
-    def num_checked(self) -> int:
-        return len(self._reads)
+    def told(self) -> list[str]:
+        """How each thing is compared, and where it stands."""
+        return [f"{kind} {as_written(name)}" for kind, name, _ in self._kept]
 
-    def told(self) -> dict[str, list[str]]:
-        """What is compared, with its value, and what cannot be."""
-        compared = [f"{as_written(one)}: {was!r}" for one, (_, (_, was)) in self._reads.items()]
-        return {"compared": compared, "not compared": list(self.unchecked)}
+    def chosen(self, guards: Sequence[Any]) -> list[bool]:
+        """Which of the guards stay."""
+        return [self._stays(guard.guard_type, guard.name, guard.value) for guard in guards]
 
-    def check(self) -> None:
-        """Errors: ``GuardAuditError`` with the first thing that differs from the trace."""
-        for expression, (code, told) in self._reads.items():
-            now = self._now(code)
-            if now != told:
-                expected = f"{told[1]!r}, which the trace holds as a constant"
-                raise _changed(expression, expected, repr(now[1]))
-        for expression, first in self._sharing().items():
-            if first != (before := self._shared[expression]):
-                expected = f"the tensor that {as_written(before)} is, as when it was traced"
-                found = "another one" if first == expression else f"that of {as_written(first)}"
-                raise _changed(expression, expected, found)
+    def _stays(self, kind: str, name: str, value: object) -> bool:
+        is_argument = name.startswith(("args", "kwargs"))
+        is_changed = any(re.match(rf"{re.escape(one)}\b", as_written(name)) for one in self.changed)
+        if not name or is_argument or is_changed:
+            return False
+        self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
+        has_guard = kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
+        # Of hooks of all modules torch compares the type alone.
+        if not has_guard or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
+            self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
+        return has_guard
 
-    def _sharing(self) -> dict[str, str]:
-        """Of each tensor that the trace read, where it read that same tensor first: it is one
-        input of the graph."""
-        # With the tensors, because an id is one's own only while it lives.
-        first: dict[int, tuple[str, Any]] = {}
-        found = {}
-        for expression, (code, (kind, _)) in self._reads.items():
-            if kind == "a tensor":
-                value = eval(code, self._scope)
-                found[expression] = first.setdefault(id(value), (expression, value))[0]
-        return found
+    def check(self, kind: type[GraphrtError] = GuardAuditError) -> None:
+        """Errors: one of ``kind`` with the first thing that differs from the trace."""
+        for name, (code, told) in self._compared.items():
+            if (now := _told(self._now(code))) != told:
+                raise _changed(kind, as_written(name), str(told), str(now))
+        if not self.guards.check(self._scope):
+            reasons = self.guards.check_verbose(self._scope).verbose_code_parts
+            # Behind it is the line that asked, with its path cut off.
+            reason = as_written(" ".join(reasons).partition("  # ")[0].strip())
+            # torch says of lengths alone what is wrong.
+            reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
+            place = reason.partition(", type=")[0]
+            names = [name for _, name, _ in self._kept if as_written(name) in place]
+            name = max(names, key=len, default=reason)
+            raise _changed(kind, as_written(name), reason, shown(self._now(name)))
 
-    def _now(self, code: Any) -> tuple[str, object]:
+    def _now(self, code: Any) -> object:
         try:
-            return _told(eval(code, self._scope))
+            return eval(code, self._globals, self._scope)
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
-            return "error", f"{type(error).__name__}: {error}"
+            return error
 
 
-def _changed(expression: str, expected: str, found: str) -> GuardAuditError:
-    return GuardAuditError(
-        as_written(expression),
-        expected=expected,
+def _changed(kind: type[GraphrtError], name: str, expected: str, found: str) -> GraphrtError:
+    return kind(
+        name,
+        expected=f"{expected}, as when it was traced",
         found=found,
         do="put it back, or make another runtime, which traces the model as it is now",
     )
 
 
-def _asked(guard: Any) -> Iterator[str]:
-    """What the trace asked an object about its attributes: whether it has one, and whether one that
-    its class has is its own."""
-    if (question := _QUESTIONS.get(guard.guard_type)) is not None:
-        made_by = getattr(getattr(guard, "orig_guard", None), "create_fn", None)
-        for name in getattr(made_by, "keywords", {}).values():
-            yield question.format(name, guard.name)
-
-
-def _told(value: Any) -> tuple[str, object]:
-    if isinstance(value, _HOST):
-        return f"a {type(value).__name__}", value
-    if isinstance(value, torch.Tensor):
-        stride = value.stride() if value.layout is torch.strided else None
-        return "a tensor", (value.dtype, value.device, tuple(value.shape), stride)
-    if isinstance(value, MethodType):
-        return "a method", (id(value.__self__), _told(value.__func__))
-    if isinstance(value, FunctionType):
-        return "an object", (value, value.__code__)
-    if isinstance(value, _BY_IDENTITY):
-        return "an object", value
-    if isinstance(value, dict):
-        return type(value).__name__, tuple(map(str, value))
-    if isinstance(value, set | frozenset):
-        return type(value).__name__, frozenset(value)
-    if isinstance(value, tuple) and _is_constant(value):
-        # By its text too, in which 1, 1.0 and True differ.
-        return f"{type(value).__name__} {value!r}", value
-    if isinstance(value, list | tuple | torch.nn.ModuleList):
-        return type(value).__name__, len(value)
+def _told(value: object) -> object:
     if isinstance(value, torch.nn.Module):
-        return "an object of", (type(value), _told(type(value).forward))
-    return "an object of", type(value)
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether it is one constant for torch, which looks at each item of other tuples itself."""
-    is_plain = isinstance(value, _HOST)
-    return is_plain or (isinstance(value, tuple) and all(map(_is_constant, value)))
+        # torch takes the methods of its class for granted.
+        forward = type(value).forward
+        return type(value), forward, getattr(forward, "__code__", None)
+    if not isinstance(value, torch.Tensor):
+        return tuple(map(str, value)) if isinstance(value, dict) else value
+    stride = value.stride() if value.layout is torch.strided else None
+    return value.dtype, value.device, tuple(value.shape), stride
 
 
 def as_written(expression: str) -> str:
     """As the user writes it: ``model.layers.0.scale``."""
-    plain = re.sub(r"^L\['(\w+)'\]", r"\1", expression)
+    plain = re.sub(r"\bL\['(\w+)'\]", r"\1", expression)
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", plain)
     return re.sub(r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), plain)

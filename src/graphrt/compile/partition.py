@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphrt.compile import torch_api
 from graphrt.compile.effects import noting_writes, written_among
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
+from graphrt.values import tensors_of
 
 _NAMESPACE = "graphrt_cut"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
 class _Cuts(threading.local):
@@ -62,9 +63,21 @@ class Cuts:
                 self._at[op] = call, info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, compiled code, which runs what this runtime does at splitting ops."""
+        """``call``, compiled code, which runs what this runtime does at splitting ops.
+
+        Errors: ``CompileError`` for a tensor that does not begin where Inductor's code takes it to:
+        Inductor copies such tensors, but not for code whose partitions are wrapped.
+        """
 
         def run(*args: Any) -> Any:
+            for one in args:
+                if isinstance(one, torch.Tensor) and one.data_ptr() % torch_api.ALIGNMENT:
+                    raise CompileError(
+                        f"a tensor for compiled code, {tuple(one.shape)} {one.dtype}",
+                        expected=f"one that begins at a multiple of {torch_api.ALIGNMENT} bytes",
+                        found="one that does not",
+                        do="clone it, or cut without use_inductor_graph_partition",
+                    )
             before, _CUTS.running = _CUTS.running, self
             if not self._is_complete:
                 self._given = args
@@ -92,10 +105,11 @@ class Cuts:
         named = {tensor.untyped_storage()._cdata for tensor in declared}
         watched = [
             (tensor, tensor._version)
-            for tensor in _tensors((self._given, args, kwargs))
+            for tensor in tensors_of((self._given, args, kwargs))
             if tensor.untyped_storage()._cdata not in named and not tensor.is_inference()
         ]
-        with torch_api.counting_writes():
+        # Inside Inductor's code tensors do not count what is written to them.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             result = call(*args, **kwargs)
         for tensor, version in watched:
             if tensor._version != version:
@@ -121,11 +135,7 @@ class Cuts:
 
 def _declared(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What a call writes, as the schema says."""
-    return _tensors(written_among(op, args, kwargs))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return tensors_of(written_among(op, args, kwargs))
 
 
 def _noting(partition: Callable[[list[Any]], Any], about: Any) -> Callable[[list[Any]], Any]:
@@ -167,11 +177,6 @@ def cut_operator(node: fx.Node) -> torch._ops.OpOverload:
     return _operator_like(operator_called_by(node))
 
 
-@cache
-def _library() -> torch.library.Library:
-    return torch.library.Library(_NAMESPACE, "DEF")
-
-
 # Once for each operator: Dynamo permits one compilation at a time, and torch keeps these for good.
 @cache
 def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
@@ -179,14 +184,14 @@ def _operator_like(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     # Not alike for ``a_b::c`` and ``a::b_c``.
     name = str(op).replace("_", "__").replace(".", "_1_")
     schema = str(op._schema)
-    _library().define(name + schema[schema.index("(") :], tags=tuple(op.tags))
+    _LIBRARY.define(name + schema[schema.index("(") :], tags=tuple(op.tags))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         running = _CUTS.running
         return (op if running is None else running.at(op))(*args, **kwargs)
 
-    _library().impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_library())
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", op, lib=_LIBRARY)
     found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
 
@@ -208,10 +213,7 @@ def refuse_other_devices(graph: fx.GraphModule) -> None:
     it would run between two partitions, in no graph and in no eager segment."""
     first: torch.device | None = None
     for node in graph.graph.nodes:
-        value = node.meta.get("example_value")
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if not isinstance(one, torch.Tensor):
-                continue
+        for one in tensors_of(node.meta.get("example_value")):
             first = first or one.device
             if one.device != first:
                 raise CompileError(

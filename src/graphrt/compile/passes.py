@@ -13,7 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrt.compile.effects import is_of_transform, storage_of, written_by
-from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps, module_of
+from graphrt.compile.splitter import MODULES_OF_TORCH, SplittingOps, module_of, name_of
 
 # They compute nothing: their result is a view or a copy of the first argument, or that itself.
 _MAY_CHANGE_NOTHING = re.compile(
@@ -32,7 +32,7 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
     Returns how many operations are gone. What the graph returns, and ``ops``, stay; and all where
     some tensor gets another shape in place, because its views do not.
     """
-    if any(_CHANGES_AN_OBJECT.fullmatch(_name(node)) for node in graph.graph.nodes):
+    if any(_CHANGES_AN_OBJECT.fullmatch(name_of(node)) for node in graph.graph.nodes):
         return 0
     num_removed = 0
     for node in list(graph.graph.nodes):
@@ -123,15 +123,11 @@ def _changes_nothing(node: fx.Node) -> bool:
         node.op == "call_function"
         and (node.target is operator.getitem or getattr(node.target, "__module__", "") == "torch")
     )
-    if not is_of_torch or not _MAY_CHANGE_NOTHING.fullmatch(_name(node)) or not node.args:
+    if not is_of_torch or not _MAY_CHANGE_NOTHING.fullmatch(name_of(node)) or not node.args:
         return False
     source = node.args[0]
     told = _told(source.meta.get("example_value")) if isinstance(source, fx.Node) else None
     return told is not None and told == _told(node.meta.get("example_value"))
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def _told(value: Any) -> tuple[Any, ...] | None:

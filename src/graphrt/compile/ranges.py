@@ -21,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from graphrt.compile.failures import shape_guard
-from graphrt.errors import ContractError
 
 _HINT = 37
 """What a symbol stands for where compilers ask: no size that anything is special for."""
@@ -43,29 +42,28 @@ class Range(NamedTuple):
 def ranges_of(
     ranges: Sequence[tuple[int, int | None]], sizes: Sequence[int], most: int
 ) -> tuple[Range, ...]:
-    """Ranges, then exact sizes, cut to ``most``: the largest size of the axis."""
-    cut = [Range(start, min(end or most, most)) for start, end in ranges if start <= most]
-    return (*(cut or [Range(1, most)]), *(Range(size, size, True) for size in sizes))
+    """Ranges without holes up to ``most``, the largest size of the axis; then exact sizes."""
+    starts = [start for start, _ in ranges if start <= most] or [1]
+    ends = [*(start - 1 for start in starts[1:]), most]
+    return (*map(Range, starts, ends), *(Range(size, size, True) for size in sizes))
 
 
 def cut_at(ranges: Sequence[Range], ends: Iterable[int]) -> tuple[Range, ...]:
     """``ranges``, and in place of one that goes on beyond one of ``ends``, its two parts."""
-    for end in ends:
-        parts = [
-            (Range(one.start, end), Range(end + 1, one.end))
-            if one.start <= end < one.end
-            else (one,)
-            for one in ranges
-        ]
-        ranges = [one for part in parts for one in part]
-    return tuple(ranges)
+    found: list[Range] = []
+    for one in ranges:
+        inner = sorted(end for end in ends if one.start <= end < one.end)
+        starts = (one.start, *(end + 1 for end in inner))
+        stops = (*inner, one.end)
+        found += [Range(*part, one.is_static) for part in zip(starts, stops, strict=True)]
+    return tuple(found)
 
 
 def chosen_by_size(
-    forms: Mapping[Range, Callable[..., Any]], place: tuple[int, int] | None, axis: str
+    forms: Mapping[Range, Callable[..., Any]], place: tuple[int, int] | None
 ) -> Callable[..., Any]:
     """What runs the compiled form of an exact size, else of its range. ``place``: argument and
-    dimension that say the size; None: there is one form. Errors: ``ContractError`` above all."""
+    dimension that say the size; None: there is one form."""
     if place is None or len(forms) == 1:
         return next(iter(forms.values()))
     argument, dim = place
@@ -77,15 +75,7 @@ def chosen_by_size(
         size = args[argument] if dim < 0 else args[argument].shape[dim]
         form = exact.get(size)
         if form is None:
-            at = bisect_left(ends, size)
-            if at == len(ends):
-                raise ContractError(
-                    f"{size} {axis}",
-                    expected=f"at most {ends[-1]}, the largest size that was compiled for",
-                    found=str(size),
-                    do="raise the limit in the config, and make another runtime",
-                )
-            form = forms[ranges[at]]
+            form = forms[ranges[bisect_left(ends, size)]]
         return form(*args)
 
     return call

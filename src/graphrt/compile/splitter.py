@@ -6,7 +6,6 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -15,6 +14,7 @@ from uuid import uuid4
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphrt.compile import torch_api
@@ -125,7 +125,7 @@ class SplittingOps:
         given = self.impl_of(node)
         if given is None and self.find(node) is not None:
             # Recorders see what it calls, not one operator whose Python would run at each replay.
-            return torch_api.python_of(operator_of(node))
+            return torch_api.python_of(operator_of(node), node.args, node.kwargs)
         return given
 
 
@@ -262,20 +262,10 @@ def stitch(
         # Free what no later piece reads: an eager run then needs no more memory than uncompiled.
         dead = [text[node] for node in piece.inputs + piece.outputs if last_use[node] == index]
         body += [f"del {', '.join(dead)}"] if dead else []
-    # Constants stand in a table, because not every value has a text that gives it back.
-    constants: dict[tuple[type, str], tuple[str, Any]] = {}
-
-    def result(item: Any) -> str:
-        if isinstance(item, fx.Node):
-            return text[item]
-        name = f"constant_{len(constants)}"
-        return constants.setdefault((type(item), repr(item)), (name, item))[0]
-
-    results = [result(item) for item in output.args[0]]
-    body.append(f"return ({''.join(f'{result}, ' for result in results)})")
+    body.append(f"return ({''.join(f'{text[node]}, ' for node in output.args[0])})")
     arguments = ", ".join(text[node] for node in graph.graph.find_nodes(op="placeholder"))
     source = f"def stitched({arguments}):\n" + "".join(f"    {line}\n" for line in body)
-    scope = {f"piece_{index}": call for index, call in enumerate(calls)} | dict(constants.values())
+    scope: dict[str, Any] = {f"piece_{index}": call for index, call in enumerate(calls)}
     exec(compile(source, "<graphrt stitched>", "exec"), scope)
     return scope["stitched"], source
 
@@ -324,8 +314,7 @@ def _sizes_behind(
 
 
 def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
-    names = (getattr(node.target, "__name__", str(node.target)) for node in nodes)
-    return all(_TRIVIAL.fullmatch(name.partition(".")[0]) for name in names)
+    return all(_TRIVIAL.fullmatch(name_of(node)) for node in nodes)
 
 
 def extract(
@@ -362,8 +351,13 @@ def operator_of(node: fx.Node) -> str:
     if node.op == "call_method" or module_of(target) == "_operator":
         values = [used.meta.get("example_value") for used in node.all_input_nodes]
         is_of_torch = any(isinstance(value, torch.Tensor) for value in values)
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = name_of(node)
     return f"aten::{name}" if is_of_torch and hasattr(torch.ops.aten, name) else ""
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the function or method that a node calls, without an overload's."""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def module_of(target: object) -> str:
@@ -392,38 +386,19 @@ def written_out(
 ) -> fx.GraphModule:
     """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
     ones of it."""
-    written = fx.GraphModule(module, deepcopy(module.graph))
-    graph, tracer = written.graph, fx.proxy.GraphAppendingTracer(written.graph)
 
-    def proxied(used: fx.Node) -> Any:
-        return fx.Proxy(used, tracer)
+    class Written(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            function = plain.get(operator_of(n))
+            if function is None:
+                return super().run_node(n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return function(*args, **kwargs)
 
-    for node in list(graph.nodes):
-        function = plain.get(operator_of(node))
-        if function is None:
-            continue
-        with graph.inserting_before(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxied)
-            made = function(*args, **kwargs)
-        if isinstance(made, tuple):
-            for user in list(node.users):
-                user.replace_all_uses_with(made[user.args[1]].node)
-                graph.erase_node(user)
-        elif made is not None:
-            node.replace_all_uses_with(made.node)
-        graph.erase_node(node)
-    written.recompile()
-    _Examples(written).run(*inputs)
+    written = make_fx(Written(module).run)(*inputs)
+    for node in written.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
     return written
-
-
-class _Examples(fx.Interpreter):
-    """Keeps the value of each node, without which torch takes no graph into its caches."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        n.meta.setdefault("example_value", value)
-        return value
 
 
 def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
@@ -433,8 +408,6 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
     places: dict[fx.Node, str] = {}
 
     def told(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return places[value]
         if isinstance(value, torch.SymInt):
             expression = value.node.expr
             for symbol in sorted(expression.free_symbols, key=str):
@@ -443,12 +416,6 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
         if isinstance(value, torch.Tensor):
             parts = (*map(told, value.shape), "|", *map(told, value.stride()))
             return f"{value.dtype} {value.device} {' '.join(parts)}"
-        if isinstance(value, tuple | list):
-            return f"({', '.join(map(told, value))})"
-        if isinstance(value, dict):
-            return told(list(value.items()))
-        if isinstance(value, slice):
-            return f"slice{told((value.start, value.stop, value.step))}"
         return f"{type(value).__name__} {value!r}"
 
     lines = []
@@ -465,7 +432,8 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
                 line = f"{told(constant)} {_digest(constant)}"
         else:
             name = target if isinstance(target, str) else _named(target)
-            line = f"{node.op} {name} {told(node.args)} {told(node.kwargs)}"
+            given: Any = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            line = f"{node.op} {name} {given!r}"
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -52,7 +52,7 @@ class Stock:
         self._reasons: list[str] = []
         self._held: Copies | None = None
         """What the traced run writes, with what it was; None in other runs."""
-        root, _ = own_root(target, may_run_uncompiled=True)
+        root, _ = own_root(target)
         self._entry = torch_api.stock_compile(root, self._compile, self._reasons.append)
 
     @property

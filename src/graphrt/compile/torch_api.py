@@ -24,6 +24,7 @@ import torch._inductor.async_compile
 from torch import fx
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor import (
     codecache,
     config as inductor_config,
@@ -37,15 +38,13 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
 
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+ALIGNMENT: int = inductor_utils.ALIGNMENT
 _MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
 _CODE = "torch._inductor.runtime.compile_tasks."
 """Modules of code that Inductor has written are named so."""
@@ -70,33 +69,43 @@ def unmark(tensor: torch.Tensor) -> None:
         delattr(tensor, name)
 
 
-def as_python(expression: Any) -> str:
-    """An expression of sizes as code, its symbols as names."""
-    text: str = PythonPrinter().doprint(expression)
-    return text
-
-
-def has_modes() -> bool:
-    """Whether a mode is active, under which torch runs no code with guards."""
-    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+def traced(
+    root: FunctionType,
+    backend: Callable[..., Any],
+    chosen: Callable[[Sequence[Any]], list[bool]],
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Callable[..., Any] | None, Any]:
+    """What a call of ``root`` returns, compiled by ``backend``; a function that does the same and
+    asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
+    ``chosen``."""
+    # dynamic=False, because numbers that differ between two runtimes of one class would else
+    # become inputs. Dimensions that are marked vary all the same.
+    entry = torch.compile(
+        root,
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,
+        # A fresh dict for each: torch.compile takes entries out of it.
+        options={"guard_filter_fn": chosen},
+    )
+    results = entry(*args, **kwargs)
+    for made in _debug_get_cache_entry_list(root.__code__):
+        call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
+        return results, call, made.guard_manager
+    return results, None, None
 
 
 def stock_compile(
-    target: Callable[..., Any],
-    backend: Callable[..., Any],
-    tell: Callable[[str], None],
-    **options: Any,
+    target: Callable[..., Any], backend: Callable[..., Any], tell: Callable[[str], None]
 ) -> Callable[..., Any]:
     """torch.compile with its guards. ``tell``: hears why something is compiled again."""
-    decorate = torch._dynamo.optimize(
-        backend, guard_fail_fn=lambda found: tell(found.reason), **options
-    )
-    return decorate(target)
+    return torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))(target)
 
 
-def python_of(operator: str) -> Callable[..., Any] | None:
-    """The function that is ``ns::op`` on every device, given what torch would give it; None where
-    torch alone calls it."""
+def python_of(operator: str, args: Sequence[Any], kwargs: Any) -> Callable[..., Any] | None:
+    """The function that is ``ns::op`` on every device, for a call of it with these arguments; None
+    where torch alone calls it."""
     known: Any = OPDEFS.get(operator)
     if known is None or set(known._backend_fns) != {None} or known._disabled_kernel:
         return None
@@ -105,22 +114,12 @@ def python_of(operator: str) -> Callable[..., Any] | None:
         return None
     function: Callable[..., Any] = known._init_fn
     types = {one.name: str(one.type) for one in known._opoverload._schema.arguments}
-    floats = [name for name in types if "float" in types[name]]
-    is_alike = [*types] == [*inspect.signature(function).parameters]
-    if not is_alike or not {types[name] for name in floats} <= {"float", "Optional[float]"}:
+    given = dict(zip(types, args, strict=False)) | kwargs
+    floats = [given[name] for name in given if "float" in types[name]]
+    # torch makes a float of an integer, which would choose the dtype of results.
+    if not all(one is None or isinstance(one, float) for one in floats):
         return None
-    if not floats:
-        return function
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # An integer would choose the dtype of results.
-        given = dict(zip(types, args, strict=False)) | kwargs
-        for name in floats:
-            if isinstance(given.get(name), int):
-                given[name] = float(given[name])
-        return function(**given)
-
-    return call
+    return function if [*types] == [*inspect.signature(function).parameters] else None
 
 
 def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
@@ -129,13 +128,6 @@ def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
         name: str = torch._C._jit_resolve_packet(operator, *args, **kwargs)
         return name
     return ""
-
-
-def counting_writes() -> AbstractContextManager[object]:
-    """While entered, tensors count what is written to them: inside Inductor's code they do not."""
-    key = torch._C.DispatchKey.ADInplaceOrView
-    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
-    return guard
 
 
 # -- Inductor
@@ -187,25 +179,14 @@ def _bench(bench: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return bench(*args, **kwargs)
 
 
-@contextmanager
-def _timed_behind_a_long_flush() -> Iterator[None]:
+def _timed_behind_a_long_flush() -> AbstractContextManager[None]:
     """While entered, what Inductor times it launches while the GPU is still busy.
 
     Before each launch it overwrites as many bytes as the L2 cache has. That takes less time than
     the launch, so that small kernels all seem to take as long as Python takes to launch them: which
     one tuning chose was chance (Llama-1B's step took 1.08 to 1.40 ms). So do torch 2.11 to 2.13.
     """
-    # It has none before it asked the device.
-    known = vars(benchmarker)
-    before = known.get("L2_cache_size")
-    known["L2_cache_size"] = _LONG_FLUSH
-    try:
-        yield
-    finally:
-        if before is None:
-            known.pop("L2_cache_size", None)
-        else:
-            known["L2_cache_size"] = before
+    return _replaced(benchmarker, "L2_cache_size", _LONG_FLUSH)
 
 
 def _forget_untuned() -> None:
@@ -248,44 +229,6 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
     options = {"graph_partition": True, "custom_should_partition_ops": list(ops)}
     with _replaced(holder, "wrapper", wrapper), inductor_config.patch(options):
         yield
-
-
-def aligned(call: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
-    """``call``, compiled as partitions, given copies of tensors that do not begin where Inductor's
-    code takes them to; those at the positions ``written`` are copied back. Views of arguments among
-    results stay views of them.
-
-    Inductor makes such copies itself but for code whose partitions are wrapped.
-    """
-
-    def run(*args: Any) -> Any:
-        given = list(args)
-        tensors = [at for at, one in enumerate(args) if isinstance(one, torch.Tensor)]
-        inductor_utils.copy_misaligned_inputs(given, tensors)
-        copied = [at for at in tensors if given[at] is not args[at]]
-        if not copied:
-            return call(*args)
-        bases = {given[at].untyped_storage()._cdata: args[at] for at in copied}
-        results = list(call(*given))
-        for at in {*copied}.intersection(written):
-            args[at].copy_(given[at])
-        for place, one in enumerate(results):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in bases:
-                # A view of an argument, not of its copy.
-                base = bases[one.untyped_storage()._cdata]
-                offset = one.storage_offset()
-                results[place] = view_of(base, one.dtype, one.shape, one.stride(), offset)
-        return tuple(results)
-
-    return run
-
-
-def view_of(
-    base: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: Any
-) -> torch.Tensor:
-    """The view of ``base`` whose first element is ``offset`` of its own behind the first of it."""
-    typed = base.view(dtype)
-    return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 
 
 def to_bytes(artifact: Any) -> bytes | None:
@@ -415,12 +358,15 @@ class _ExternKernels(SimpleNamespace):
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name, None)
+    is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def fast_call(artifact: Any) -> Callable[..., Any]:
@@ -433,12 +379,11 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
     if getattr(slow, "_torchdynamo_disable", False):
         # What calls pieces keeps Dynamo off already.
         slow = getattr(slow, "__wrapped__", slow)
-    fast: Callable[[list[Any]], Any] | None = None
-    unchecked: Callable[[list[Any]], Any] | None = None
+    codes: list[Callable[[list[Any]], Any]] = []
     is_known = False
 
     def other_call(args: tuple[Any, ...]) -> Any:
-        nonlocal fast, unchecked, is_known
+        nonlocal is_known
         seen: list[tuple[Any, list[Any], Any]] = []
 
         def look(graph: Any, inputs: Any, run: Callable[[Any, Any], Any]) -> Any:
@@ -453,23 +398,21 @@ def fast_call(artifact: Any) -> Callable[..., Any]:
             results = slow(*args)
         is_known = True
         if len(seen) == 1 and _are_same(seen[0][1], args) and _are_same(seen[0][2], results):
-            fast = seen[0][0]
-            unchecked = without_checks(fast)
+            codes.extend((seen[0][0], without_checks(seen[0][0])))
         return results
 
-    def call(*args: Any) -> Any:
-        # Its products refuse to write their results for parameters while gradients are recorded.
-        if fast is None or _watchers or torch.is_grad_enabled():
-            return other_call(args)
-        return fast(list(args))
+    def caller(number: int) -> Any:
+        def call(*args: Any) -> Any:
+            # Products refuse to write their results for parameters while gradients are recorded.
+            if not codes or _watchers or torch.is_grad_enabled():
+                return other_call(args)
+            return codes[number](list(args))
 
-    def recorded(*args: Any) -> Any:
-        if unchecked is None or _watchers or torch.is_grad_enabled():
-            return other_call(args)
-        return unchecked(list(args))
+        return call
 
-    call.recorded = recorded  # type: ignore[attr-defined]
-    return call
+    call = caller(0)
+    call.recorded = caller(1)
+    return call  # type: ignore[no-any-return]
 
 
 def without_checks(code: Any) -> Any:
@@ -493,26 +436,6 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(
         a is b or (isinstance(a, int) and a == b) for a, b in zip(some, others, strict=True)
     )
-
-
-def inductor_options() -> Mapping[str, Any]:
-    """Every option of Inductor that code depends on, as it is now."""
-    return inductor_config.save_config_portable()
-
-
-def inductor_option_names() -> Sequence[str]:
-    return tuple(inductor_config.get_config_copy())
-
-
-def matmul_precision() -> Sequence[str]:
-    """What products of float32 are rounded to, on each backend.
-
-    Asked of each, because the question for all raises once they were set one by one.
-    """
-    backends: Any = torch.backends
-    kinds = (backends.cuda.matmul, backends.cudnn, backends.mkldnn)
-    products = (kind.matmul for kind in kinds if hasattr(kind, "matmul"))
-    return [getattr(kind, "fp32_precision", "") for kind in (backends, *kinds, *products)]
 
 
 @cache
