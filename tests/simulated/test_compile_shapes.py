@@ -63,6 +63,23 @@ def test_branch_that_every_size_takes_is_traced_backed(marking, backend):
             assert_equal(outputs, model(**values(*sizes)))
 
 
+class Slices(Branches):
+    """Takes the first two rows, of which a batch of one has one."""
+
+    def forward(self, *, x, ids, lens):
+        rows = torch.cat([x[:2] * 2, x[2:] * 3])
+        return {"rows": torch.sigmoid(rows) + ids[:, None], "lens": lens * 2}
+
+
+def test_slice_of_the_axis_is_traced_unbacked_or_else_backed():
+    model = Slices()
+    with lab_of(model) as lab:
+        lab.runtime.capture()
+        for sizes in ((1, 1), (2, 2), (5, 2), (8, 4)):
+            outputs = lab.step(*sizes, uniform=sizes[0] == sizes[1])
+            assert_equal(outputs, model(**values(*sizes)))
+
+
 def test_branch_is_refused_where_sizes_are_unbacked():
     with pytest.raises(ShapeGuardError, match="the line"):
         lab_of(Branches(), dynamic_shapes="unbacked")

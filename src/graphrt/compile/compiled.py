@@ -28,6 +28,7 @@ from graphrt.config import CompilePlan
 from graphrt.errors import (
     CompileError,
     ContractError,
+    GraphBreakError,
     RecompileError,
     ShapeGuardError,
 )
@@ -148,7 +149,9 @@ class Compiled:
         """
         try:
             self._trace(run, varying)
-        except ShapeGuardError as error:
+        except (ShapeGuardError, GraphBreakError) as error:
+            # Without bounds of marks (torch 2.11 and 2.12), a slice of the axis is taken for a size
+            # that depends on data. Of what does, the second trace says the same.
             if self.needs_size_1 or self._plan.dynamic_shapes != "auto" or self._traces:
                 raise
             self.needs_size_1 = True
