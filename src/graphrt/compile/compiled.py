@@ -206,7 +206,7 @@ class Compiled:
             self.audit()
             self.is_audit_due = False
         if self._plan.guard_policy == "keep":
-            trace.audit.check(RecompileError)
+            trace.audit.check_call()
         return trace.call(*args, **kwargs)
 
     def audit(self, *, again: bool = False) -> None:
@@ -226,7 +226,8 @@ class Compiled:
         contract = Contract(args, kwargs, axes, self._limits, 2 if self.needs_size_1 else 1)
         contract.check(args, kwargs)
         root, scope = own_root(self.runnable)
-        audit = Audit(scope, root.__globals__)
+        at_calls = self._plan.guard_policy == "keep"
+        audit = Audit(scope, root.__globals__, at_calls=at_calls)
         found = _Compilation(self, axes, audit)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
@@ -236,7 +237,7 @@ class Compiled:
 
         try:
             outputs, call, audit.guards = torch_api.traced(
-                root, backend, audit.chosen, args, kwargs
+                root, backend, audit.chosen, args, kwargs, guards_hooks=at_calls
             )
         except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.

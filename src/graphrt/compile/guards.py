@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from graphrt.errors import ContractError, GraphrtError, GuardAuditError, shown
+from graphrt.compile import torch_api
+from graphrt.errors import ContractError, GraphrtError, GuardAuditError, RecompileError, shown
 from graphrt.externals.environment import autocast_dtype
 
 Axes = Mapping[int, Mapping[int, str]]
@@ -180,10 +181,15 @@ class Audit:
     """What the trace read besides its arguments, to be compared with what stands there now.
 
     torch's own guards compare it, those that ``chosen`` chooses while they are made; but tensors,
-    whose guards also tell gradients and modes. ``changed``: globals that the traced code changes.
+    whose guards also tell gradients and modes, and hooks, whose guards take long to make.
+    ``at_calls``: those too, because each call asks the guards. ``changed``: globals that the traced
+    code changes.
     """
 
-    def __init__(self, scope: Mapping[str, Any], globals_: Mapping[str, Any]) -> None:
+    def __init__(
+        self, scope: Mapping[str, Any], globals_: Mapping[str, Any], *, at_calls: bool
+    ) -> None:
+        self._at_calls = at_calls
         self.changed: Sequence[str] = ()
         self.guards: Any = None
         """Made when the trace is compiled."""
@@ -211,11 +217,17 @@ class Audit:
         if not name or is_argument or is_changed:
             return False
         self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
-        has_guard = kind not in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
+        is_left_out = kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
         # Of hooks of all modules torch compares the type alone.
-        if not has_guard or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
+        if is_left_out or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
             self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
-        return has_guard
+        return self._at_calls or not is_left_out
+
+    def check_call(self) -> None:
+        """As ``check``, of what torch's guards compare alone. Errors: ``RecompileError``."""
+        # Under a mode, as in simulated recordings, guards of tensors take each for another one.
+        if not torch_api.has_modes() and not self.guards.check(self._scope):
+            self.check(RecompileError)
 
     def check(self, kind: type[GraphrtError] = GuardAuditError) -> None:
         """Errors: one of ``kind`` with the first thing that differs from the trace."""

@@ -22,6 +22,7 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -38,6 +39,8 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import caller_source
@@ -69,16 +72,23 @@ def unmark(tensor: torch.Tensor) -> None:
         delattr(tensor, name)
 
 
+def has_modes() -> bool:
+    """Whether a mode is active on this thread."""
+    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+
+
 def traced(
     root: FunctionType,
     backend: Callable[..., Any],
     chosen: Callable[[Sequence[Any]], list[bool]],
     args: Any,
     kwargs: Any,
+    *,
+    guards_hooks: bool,
 ) -> tuple[Any, Callable[..., Any] | None, Any]:
     """What a call of ``root`` returns, compiled by ``backend``; a function that does the same and
     asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
-    ``chosen``."""
+    ``chosen``. ``guards_hooks``: of hooks torch makes none by default."""
     # dynamic=False, because numbers that differ between two runtimes of one class would else
     # become inputs. Dimensions that are marked vary all the same.
     entry = torch.compile(
@@ -89,7 +99,9 @@ def traced(
         # A fresh dict for each: torch.compile takes entries out of it.
         options={"guard_filter_fn": chosen},
     )
-    results = entry(*args, **kwargs)
+    hooks = dynamo_config.patch(skip_nnmodule_hook_guards=False) if guards_hooks else nullcontext()
+    with hooks:
+        results = entry(*args, **kwargs)
     for made in _debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
         return results, call, made.guard_manager
