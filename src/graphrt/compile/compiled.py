@@ -127,8 +127,9 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
-        self.needs_size_1 = plan.dynamic_shapes == "backed"
-        """Whether calls in which an axis has size 1 need a trace of their own."""
+        self.is_backed = plan.dynamic_shapes == "backed"
+        """Whether calls in which an axis has size 1 need a trace of their own: the sizes of others
+        are backed then."""
         self._notes: tuple[str, ...] = ()
         self._traces: dict[frozenset[str], _Trace] = {}
         """By axes that have size 1: others are alike for every size only if they are backed."""
@@ -143,7 +144,7 @@ class Compiled:
     def trace(self, run: Callable[[], object], varying: Varying) -> None:
         """Trace it at the first call that ``run`` makes. ``varying``: dimensions of its tensors.
 
-        Traced again: only where ``needs_size_1``, for sizes of which others are 1.
+        Traced again: only where ``is_backed``, for sizes of which others are 1.
         Errors: ``CompileError`` and what is below it, ``BreakError`` for a break point; each names
         the user's line. What ``run`` itself raises.
         """
@@ -152,9 +153,9 @@ class Compiled:
         except (ShapeGuardError, GraphBreakError) as error:
             # Without bounds of marks (torch 2.11 and 2.12), a slice of the axis is taken for a size
             # that depends on data. Of what does, the second trace says the same.
-            if self.needs_size_1 or self._plan.dynamic_shapes != "auto" or self._traces:
+            if self.is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
                 raise
-            self.needs_size_1 = True
+            self.is_backed = True
             self._notes = (
                 f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
             )
@@ -162,15 +163,15 @@ class Compiled:
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
-            axis for tensor, dim, axis in varying if self.needs_size_1 and tensor.shape[dim] == 1
+            axis for tensor, dim, axis in varying if self.is_backed and tensor.shape[dim] == 1
         )
         if self._ones in self._traces:
             raise _again("a second call of trace")
         varying = [one for one in varying if one[2] not in self._ones]
-        if self.needs_size_1:
+        if self.is_backed:
             _refuse_equal_sizes(varying)
         for tensor, dim, axis in varying:
-            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self.needs_size_1)
+            torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self.is_backed)
         self._varying = varying
         try:
             run()
@@ -190,7 +191,7 @@ class Compiled:
         if self._varying is not None:
             return self._first_call(args, kwargs)
         trace = self._traces.get(_NO_AXES)
-        if self.needs_size_1 and self._traces:
+        if self.is_backed and self._traces:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
             trace = self._traces.get(ones, trace)
@@ -205,7 +206,7 @@ class Compiled:
         if self.is_audit_due:
             self.audit()
             self.is_audit_due = False
-        if self._plan.guard_policy == "keep":
+        if trace.audit.at_calls:
             trace.audit.check_call()
         return trace.call(*args, **kwargs)
 
@@ -223,11 +224,10 @@ class Compiled:
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._limits, 2 if self.needs_size_1 else 1)
+        contract = Contract(args, kwargs, axes, self._limits, 2 if self.is_backed else 1)
         contract.check(args, kwargs)
         root, scope = own_root(self.runnable)
-        at_calls = self._plan.guard_policy == "keep"
-        audit = Audit(scope, root.__globals__, at_calls=at_calls)
+        audit = Audit(scope, root.__globals__, at_calls=self._plan.guard_policy == "keep")
         found = _Compilation(self, axes, audit)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]
@@ -237,7 +237,7 @@ class Compiled:
 
         try:
             outputs, call, audit.guards = torch_api.traced(
-                root, backend, audit.chosen, args, kwargs, guards_hooks=at_calls
+                root, backend, audit.chosen, args, kwargs, guards_hooks=audit.at_calls
             )
         except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.
@@ -373,7 +373,7 @@ class _Compilation:
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
-        if self._owner.needs_size_1 and self._symbols is not None:
+        if self._owner.is_backed and self._symbols is not None:
             ranges.refuse_shape_guards(self._symbols.mode, self._symbols.axes, None)
 
     def _symbols_of(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
@@ -385,7 +385,7 @@ class _Compilation:
                 if isinstance(size, torch.SymInt):
                     order = list(self._limits).index(name)
                     axes[size.node.expr] = Axis(name, self._limits[name], order)
-        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner.needs_size_1)
+        return Symbols(axes, TracingContext.get().fake_mode, is_backed=self._owner.is_backed)
 
     def _compile(self, piece: Piece, symbols: Symbols) -> Callable[..., Any]:
         """A piece, with every form of it, made before any of them is used."""

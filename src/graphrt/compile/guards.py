@@ -189,7 +189,7 @@ class Audit:
     def __init__(
         self, scope: Mapping[str, Any], globals_: Mapping[str, Any], *, at_calls: bool
     ) -> None:
-        self._at_calls = at_calls
+        self.at_calls = at_calls
         self.changed: Sequence[str] = ()
         self.guards: Any = None
         """Made when the trace is compiled."""
@@ -221,7 +221,7 @@ class Audit:
         # Of hooks of all modules torch compares the type alone.
         if is_left_out or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
             self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
-        return self._at_calls or not is_left_out
+        return self.at_calls or not is_left_out
 
     def check_call(self) -> None:
         """As ``check``, of what torch's guards compare alone. Errors: ``RecompileError``."""

@@ -26,7 +26,7 @@ class Stock:
     Errors: ``ConfigError`` for an unknown backend; what compiling and ``refuse_now`` raise.
     """
 
-    needs_size_1 = False
+    is_backed = False
     is_audit_due = False
     """Set by who finds something replaced; torch checks its guards at each call anyway."""
     is_opaque = True

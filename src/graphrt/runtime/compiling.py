@@ -116,9 +116,9 @@ class CompiledPart:
         # A trace makes so many objects that the collector would visit all of the heap with them.
         with frozen_heap(), break_points_refused() if self._is_whole else nullcontext():
             runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
-            if code.needs_size_1 and requests > 1 and self._has_both_axes:
+            if code.is_backed and requests > 1 and self._has_both_axes:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
-            if code.needs_size_1 and tokens > 1:
+            if code.is_backed and tokens > 1:
                 runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)
 
     def audit(self) -> None:

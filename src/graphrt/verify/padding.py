@@ -226,10 +226,12 @@ def check_padding(
         if unpadded is not None:
             _require_cut(subject, unpadded.outputs, found.outputs, sizes, bound.sizes)
 
-        outcome = None if varied is None else compare_runs(varied, found, tolerance)
-        if varied is not None and tolerance is None and outcome and not outcome.is_equal:
-            # What is masked by a product with 0 is 0.0 or -0.0, by the sign of what is masked.
-            outcome = compare_runs(varied, found, 0.0)
+        outcome = None
+        if varied is not None:
+            outcome = compare_runs(varied, found, tolerance)
+            if tolerance is None and not outcome.is_equal:
+                # What is masked by a product with 0 is 0.0 or -0.0, by the sign of what is masked.
+                outcome = compare_runs(varied, found, 0.0)
         is_read = outcome is not None and not outcome.is_equal
         uncompared = ""
         if run_unpadded is not None and unpadded is not None and not is_read:
