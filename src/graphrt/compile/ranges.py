@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -48,8 +48,8 @@ def ranges_of(
     return (*map(Range, starts, ends), *(Range(size, size, True) for size in sizes))
 
 
-def cut_at(ranges: Sequence[Range], ends: Iterable[int]) -> tuple[Range, ...]:
-    """``ranges``, and in place of one that goes on beyond one of ``ends``, its two parts."""
+def cut_at(ranges: Sequence[Range], ends: Collection[int]) -> tuple[Range, ...]:
+    """``ranges``, and in place of one that goes on beyond some of ``ends``, its parts."""
     found: list[Range] = []
     for one in ranges:
         inner = sorted(end for end in ends if one.start <= end < one.end)
