@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llm_traffic import MODES, TRAFFIC, engine_config, serve
 from torch import Tensor
 
 from graphrt import AttentionSupport, BatchDescriptor
+from graphrt.context import current_forward_context
 from graphrt_llm import (
     AttentionBackend,
     AttentionInputs,
@@ -87,6 +89,30 @@ def test_a_registered_backend_serves_in_every_mode(plain, mode, overlap):
         assert engine.attention == ("plain", "asked for")
         assert isinstance(engine.attention_backend, PlainAttention)
         assert MADE[-1] is engine.limits
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("PIECEWISE", 0), ("FULL", 1)])
+def test_a_capture_runs_attention_only_where_its_kernels_are_recorded(
+    plain, monkeypatch, mode, runs
+):
+    # A capture puts back what its runs append to a list.
+    recorded: SimpleQueue[int] = SimpleQueue()
+    forward = PlainAttention.forward
+
+    def counted(self: PlainAttention, *args: Any) -> None:
+        context = current_forward_context()
+        scope = None if context is None else context.capture_scope
+        if scope is not None and scope.recorder is not None:
+            recorded.put(args[0])
+        forward(self, *args)
+
+    monkeypatch.setattr(PlainAttention, "forward", counted)
+    config = replace(engine_config(mode), attention_backend=plain)
+    with LLMEngine.tiny(config) as engine:
+        num_programs = len(engine.capture().graphs)
+        num_layers = engine.attention_backend.cache.config.num_layers
+    assert num_programs > 0
+    assert recorded.qsize() == runs * num_programs * num_layers
 
 
 def test_an_unknown_name_lists_the_registered_ones(plain):

@@ -146,7 +146,25 @@ class Decode(Protocol):
     ) -> None: ...
 
 
-@break_point(name="attention", out="out")
+def _room_for(backend: AttentionBackend, heads: Tensor) -> Tensor:
+    """Memory for the result of ``attend``, not filled."""
+    shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
+    return torch.empty(shape, dtype=heads.dtype, device=heads.device)
+
+
+def _at_capture(
+    backend: AttentionBackend,
+    layer_index: int,
+    heads: Tensor,
+    attn: AttentionInputs,
+    shared: tuple[Tensor, ...] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """In place of ``attend`` while a PIECEWISE program is captured: no kernel reads its result."""
+    return _room_for(backend, heads) if out is None else out
+
+
+@break_point(name="attention", out="out", capture_stub=_at_capture)
 def attend(
     backend: AttentionBackend,
     layer_index: int,
@@ -169,7 +187,6 @@ def attend(
     PIECEWISE program is cut here for every backend.
     """
     if out is None:
-        shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
-        out = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+        out = _room_for(backend, heads)
     backend.forward(layer_index, heads, attn, shared, out)
     return out

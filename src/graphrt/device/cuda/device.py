@@ -229,7 +229,10 @@ class CUDADevice:
                 found="one that is open",
                 do="end or abort it first; a capture does not nest",
             )
-        if self.current_stream() is not own_stream or self._streams.is_default(own_stream):
+        # To ask for torch's stream takes longer, and a PIECEWISE program has many recordings.
+        handle = own_stream.torch_stream.cuda_stream
+        is_current = private.is_current_stream(handle, self.index)
+        if not is_current or self._streams.is_default(own_stream):
             raise EnvironmentMismatchError(
                 label,
                 expected=f"stream {own_stream.name!r} current, and not the default stream",
