@@ -99,7 +99,7 @@ class StreamTable:
 
 
 class CUDADevice:
-    """One CUDA device. ``debug`` counts nodes and checks inputs for life, where torch can.
+    """One CUDA device. ``debug`` labels kernels and checks inputs for life, where torch can.
 
     Errors: ``ConfigError`` if torch sees no such device.
     """

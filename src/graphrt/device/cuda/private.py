@@ -21,6 +21,8 @@ PoolId = tuple[int, int]
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: this thread alone is held to the rules of a capture.
 _THREAD_LOCAL = 1
+# CU_STREAM_CAPTURE_STATUS_ACTIVE: neither broken nor over.
+_CAPTURES = 1
 
 
 def supported(function: Callable[..., Any], **optional: Any) -> dict[str, Any]:
@@ -157,11 +159,35 @@ def end_driver_capture(stream_handle: int) -> None:
         _driver_call("cuGraphDestroy", graph)
 
 
+def captured_nodes(stream_handle: int) -> int | None:
+    """Nodes that the open capture of a stream has recorded; None for one that is broken.
+
+    torch says no more than that there are none, by a warning after the capture.
+    """
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    found = map(ctypes.byref, (status, number, graph))
+    num_nodes = ctypes.c_size_t()
+    # An error is that of the capture itself, and its end says it.
+    with suppress(OSError):
+        _driver_call(
+            "cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream_handle), *found, None, None
+        )
+        if status.value == _CAPTURES:
+            _driver_call("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
+            return num_nodes.value
+    return None
+
+
 def _driver_call(name: str, *arguments: Any) -> None:
-    # The driver's own library: its name, unlike the runtime's, is the same for every toolkit.
-    code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    code = getattr(_driver(), name)(*arguments)
     if code:
         raise OSError(code, f"{name} failed with code {code}")
+
+
+@cache
+def _driver() -> Any:
+    # The driver's own library: its name, unlike the runtime's, is the same for every toolkit.
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def driver_version() -> str | None:
@@ -199,16 +225,6 @@ class _Bytes:
             "data": (address, False),
             "version": 3,
         }
-
-
-def count_nodes(raw_graph: int) -> int | None:
-    """Nodes of a ``cudaGraph_t``; None without cuda-bindings."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    error, _, num_nodes = runtime.cudaGraphGetNodes(raw_graph, 0)
-    return int(num_nodes) if int(error) == 0 else None
 
 
 def kernel_annotations() -> ModuleType | None:

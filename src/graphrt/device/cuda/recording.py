@@ -100,7 +100,7 @@ class CUDADeviceGraph:
     uses_rng: bool
     """Whether a replay may move a generator: as observed, or True if nothing was."""
     num_nodes: int | None
-    """0 for an empty graph, else known on a debug device with cuda-bindings only."""
+    """None where the driver does not say."""
 
     def __post_init__(self) -> None:
         assert self._graph is not None, "until it is reset"
@@ -215,16 +215,14 @@ class CUDARecording:
                 raise self.abort(error)  # noqa: B904  The same error, or it has it as its cause.
         try:
             self._close()
-            caught = self._capture_end()
+            num_nodes = self._capture_end()
         except BaseException as error:  # noqa: BLE001  The caller does not abort after an end.
             raise self._undone(error)  # noqa: B904  The same error, or it has it as its cause.
         try:
             # The callable handled its error, if there was one; a traceback keeps tensors allocated.
             self._tracker.take_failure()
             self._clean_caches()
-            others = [each for each in caught if "graph is empty" not in str(each.message).lower()]
-            is_empty = len(others) < len(caught)
-            if is_empty and not allow_empty:
+            if num_nodes == 0 and not allow_empty:
                 raise EmptyCaptureError(
                     self._label,
                     expected="at least one kernel between begin and end",
@@ -232,13 +230,8 @@ class CUDARecording:
                     do="launch on the capture stream and device, and capture something that"
                     " computes",
                 )
-            num_nodes = 0 if is_empty else None
-            for each in others:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-            if self._labels is not None and not is_empty:
+            if self._labels is not None and num_nodes != 0:
                 self._labels.move_to_executable(self._graph)
-            if self._state.debug and not is_empty:
-                num_nodes = private.count_nodes(self._graph.raw_cuda_graph())
             return CUDADeviceGraph(
                 self._state,
                 self._graph,
@@ -293,18 +286,17 @@ class CUDARecording:
         if self._observer is not None:
             leave(self._observer)
 
-    def _capture_end(self) -> list[warnings.WarningMessage]:
-        """End torch's capture. Returns torch's warnings: an empty graph is one."""
-        with (
-            self._on_stream(),
-            private.without_modes(),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            self._graph.capture_end()
+    def _capture_end(self, *, warns: bool = True) -> int | None:
+        """End torch's capture. Returns how many nodes it recorded."""
+        with self._on_stream(), private.without_modes():
+            num_nodes = private.captured_nodes(self._stream.cuda_stream)
+            # Of an empty one torch warns.
+            is_quiet = num_nodes == 0 or not warns
+            with warnings.catch_warnings(action="ignore") if is_quiet else nullcontext():
+                self._graph.capture_end()
             if self._state.debug:  # torch does not instantiate a graph that it keeps.
                 self._graph.instantiate()
-        return caught
+        return num_nodes
 
     def _explain(self, error: BaseException) -> BaseException:
         """``error`` translated, or the first device error if ``error`` only follows from it."""
@@ -326,7 +318,7 @@ class CUDARecording:
 
     def _drop(self) -> None:
         try:
-            self._capture_end()
+            self._capture_end(warns=False)
         except RuntimeError:  # Expected: whatever failed has invalidated the capture.
             self._unwind()
         else:
@@ -363,7 +355,7 @@ class CUDARecording:
                 private.end_driver_capture(handle)
             private.begin_driver_capture(handle)
             try:
-                self._capture_end()
+                self._capture_end(warns=False)
             except RuntimeError:  # This torch had ended its routing before it raised.
                 if private.is_stream_capturing():
                     private.end_driver_capture(handle)
