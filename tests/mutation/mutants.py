@@ -841,8 +841,8 @@ MUTANTS = [
     Mutant(
         "interrupted end leaves the graph",
         CUDA + "recording.py",
-        "            caught = self._capture_end()\n        except BaseException as error:",
-        "            caught = self._capture_end()\n        except RuntimeError as error:",
+        "            num_nodes = self._capture_end()\n        except BaseException as error:",
+        "            num_nodes = self._capture_end()\n        except RuntimeError as error:",
         UNWINDING,
     ),
     Mutant(
@@ -1273,6 +1273,13 @@ MUTANTS = [
         'isinstance(path, str) and b"\\0" not in os.fsencode(path)',
         "isinstance(path, str)",
         NAMES,
+    ),
+    Mutant(
+        "observed capture runs a stub in place of what it should see",
+        GRAPHS + "breaks.py",
+        'stub_when == "unobserved" and recorder.observe else',
+        "False else",
+        "simulated/test_breaks_segments.py",
     ),
     Mutant(
         "name of a break point may be anything",

@@ -258,6 +258,32 @@ def test_capture_stub_runs_only_at_capture(lab: Lab) -> None:
     assert calls == ["stub", "real"]
 
 
+@pytest.mark.parametrize(("observe", "ran"), [("always", "real"), ("never", "stub")])
+def test_stub_when_unobserved_leaves_the_function_to_observed_captures(
+    lab: Lab, observe: str, ran: str
+) -> None:
+    calls: list[str] = []
+
+    def stub(x: Tensor, out: Tensor) -> Tensor:
+        calls.append("stub")
+        return out
+
+    @break_point(out="out", capture_stub=stub, stub_when="unobserved")
+    def eager(x: Tensor, out: Tensor) -> Tensor:
+        calls.append("real")
+        return out.copy_(x * 3)
+
+    def model(x: Tensor) -> Tensor:
+        y = x + 1
+        return eager(y, out=torch.empty_like(y)) + 1
+
+    wrapper, x = lab.wrap(model, PIECEWISE), torch.ones(2)
+    lab.capture(wrapper, x, scope={"observe": observe})
+    assert calls == [ran]
+    assert torch.equal(lab.step(wrapper, x), torch.full((2,), 7.0))
+    assert calls == [ran, "real"]
+
+
 def test_returned_tensors_go_through_static_outputs(lab: Lab) -> None:
     @break_point
     def eager(x: Tensor) -> dict[str, Any]:

@@ -202,6 +202,7 @@ def test_wrong_value_is_refused_where_it_is_made(make: Any) -> None:
         lambda: break_point("attention"),
         lambda: break_point(name="attention")("attention"),
         lambda: break_point(capture_stub=5)(double),
+        lambda: break_point(stub_when="never")(double),
         lambda: break_at(torch.nn.Linear(4, 4), names=5).__enter__(),
         lambda: break_at(torch.nn.Linear(4, 4), names=[torch.nn.Linear]).__enter__(),
         lambda: break_at(torch.nn.Linear(4, 4), types="Linear").__enter__(),

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
 from graphrt.batch import RuntimeMode
-from graphrt.config.checked import check_callable, check_type, checked_list
+from graphrt.config.checked import check_callable, check_choice, check_type, checked_list
 from graphrt.context import ForwardContext, current_forward_context
 from graphrt.errors import BreakError, ConfigError, LateInitError
 from graphrt.graphs.recorder import ProgramRecorder, open_cuts
@@ -27,6 +27,8 @@ from graphrt.source import caller_source
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+StubWhen = Literal["always", "unobserved"]
 
 
 @overload
@@ -41,6 +43,7 @@ def break_point(
     name: str | None = None,
     out: str | None = None,
     capture_stub: Callable[..., Any] | None = None,
+    stub_when: StubWhen = "always",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -51,6 +54,7 @@ def break_point(
     name: str | None = None,
     out: str | None = None,
     capture_stub: Callable[..., Any] | None = None,
+    stub_when: StubWhen = "always",
 ) -> Any:
     """Make a function or method a break point: PIECEWISE programs run it between two graphs.
 
@@ -60,6 +64,8 @@ def break_point(
     ``out``: keyword under which a replay passes the static output; the function writes it (and
     allocates its result where the keyword is absent or None). The preferred form: no copy.
     ``capture_stub``: runs at capture in place of the function; must return the same structure.
+    ``stub_when="unobserved"``: only at captures that are not observed (``CaptureOptions.observe``),
+    to save the time of a function that could run; the others see what the function itself writes.
 
     Aliasing: in a capture, the kernels before it have not run: its pool-owned arguments are zero.
     Compiled: Dynamo traces through it, as through any function. A capture cannot cut there:
@@ -71,8 +77,11 @@ def break_point(
         check_type(f"{what} of a break point", text, str | None, "a string, or None")
     if capture_stub is not None:
         check_callable("capture_stub of a break point", capture_stub)
+    check_choice("stub_when of a break point", stub_when, ("always", "unobserved"))
     if fn is None:
-        return functools.partial(break_point, name=name, out=out, capture_stub=capture_stub)
+        return functools.partial(
+            break_point, name=name, out=out, capture_stub=capture_stub, stub_when=stub_when
+        )
     check_callable("the function of a break point (what it is called is name=)", fn)
     keyword_of_out = out
     label = name or _label(fn)
@@ -82,7 +91,8 @@ def break_point(
         recorder = _cutting_recorder(label)
         if recorder is None:
             return fn(*args, **kwargs)
-        bound, rest, stub = _bind_self(fn, args, capture_stub)
+        wanted = None if stub_when == "unobserved" and recorder.observe else capture_stub
+        bound, rest, stub = _bind_self(fn, args, wanted)
         return _uncompiled(ProgramRecorder.run_eager)(
             recorder, bound, rest, kwargs, name=_site(label), out=keyword_of_out, stub=stub
         )

@@ -160,11 +160,12 @@ def _at_capture(
     shared: tuple[Tensor, ...] = (),
     out: Tensor | None = None,
 ) -> Tensor:
-    """In place of ``attend`` while a PIECEWISE program is captured: no kernel reads its result."""
+    """In place of ``attend`` where a PIECEWISE capture is not observed: no kernel reads its result
+    then."""
     return _room_for(backend, heads) if out is None else out
 
 
-@break_point(name="attention", out="out", capture_stub=_at_capture)
+@break_point(name="attention", out="out", capture_stub=_at_capture, stub_when="unobserved")
 def attend(
     backend: AttentionBackend,
     layer_index: int,
