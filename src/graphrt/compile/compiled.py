@@ -259,11 +259,12 @@ class Compiled:
         if len(self._traces) > 1:
             return outputs
         self.report = found.report._replace(
-            pieces=tuple(found.infos), num_audited=len(audit.told), notes=self._notes
+            pieces=tuple(found.infos), num_audited=len(audit.kept), notes=self._notes
         )
-        self._dump.json("guards.json", {"compared": audit.told})
-        self._dump.json("cache.json", {"asked": self._compiler.keys, "misses": self.report.misses})
-        self._dump.json("report.json", self.report._asdict())
+        keys, misses = self._compiler.keys, self.report.misses
+        self._dump.json("guards.json", lambda: {"compared": audit.told})
+        self._dump.json("cache.json", lambda: {"asked": keys, "misses": misses})
+        self._dump.json("report.json", self.report._asdict)
         return outputs
 
 
@@ -405,7 +406,7 @@ class _Compilation:
             if any(splitter.operator_of(node) in plain for node in piece.nodes):
                 with mode, enable_python_dispatcher():
                     module = splitter.written_out(module, plain, inputs)
-                structure = splitter.structure_of(module, symbols.names)
+                structure = splitter.structure_of(module, module.graph, symbols.names)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)

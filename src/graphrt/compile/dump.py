@@ -46,8 +46,8 @@ class Dump:
         """The code of a graph, with the shape of each value."""
         self.write(name, lambda: graph.print_readable(print_output=False))
 
-    def json(self, name: str, value: Any) -> None:
-        self.write(name, lambda: json.dumps(value, indent=1, default=str) + "\n")
+    def json(self, name: str, value: Callable[[], Any]) -> None:
+        self.write(name, lambda: json.dumps(value(), indent=1, default=str) + "\n")
 
     def pieces(self, pieces: Sequence[Piece]) -> None:
         """A line for each piece, and the code of each that is compiled, alike ones once."""

@@ -195,7 +195,7 @@ class Audit:
         """Made when the trace is compiled."""
         self._scope = {**scope, "args": (), "kwargs": {}}
         self._globals = {"G": globals_}
-        self._kept: list[tuple[str, str, object]] = []
+        self.kept: list[tuple[str, str, object]] = []
         """Kind, expression and value. Of what guards know by its id, which is its own only while
         it lives; of no tensor."""
         self._compared: dict[str, tuple[Any, object]] = {}
@@ -205,7 +205,7 @@ class Audit:
     @property
     def told(self) -> list[str]:
         """How each thing is compared, and where it stands."""
-        return [f"{kind} {as_written(name)}" for kind, name, _ in self._kept]
+        return [f"{kind} {as_written(name)}" for kind, name, _ in self.kept]
 
     def chosen(self, guards: Sequence[Any]) -> list[bool]:
         """Which of the guards stay."""
@@ -216,7 +216,7 @@ class Audit:
         is_changed = any(re.match(rf"{re.escape(one)}\b", as_written(name)) for one in self.changed)
         if not name or is_argument or is_changed:
             return False
-        self._kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
+        self.kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
         is_left_out = kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
         # Of hooks of all modules torch compares the type alone.
         if is_left_out or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
@@ -241,7 +241,7 @@ class Audit:
             # torch says of lengths alone what is wrong.
             reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
             place = reason.partition(", type=")[0]
-            names = [name for _, name, _ in self._kept if as_written(name) in place]
+            names = [name for _, name, _ in self.kept if as_written(name) in place]
             name = max(names, key=len, default=reason)
             raise _changed(kind, as_written(name), reason, shown(self._now(name)))
 

@@ -42,8 +42,6 @@ def remove_noops(graph: fx.GraphModule, ops: SplittingOps) -> int:
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)
         num_removed += 1
-    if num_removed:
-        graph.recompile()
     return num_removed
 
 
@@ -72,8 +70,6 @@ def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
             made[key] = _additive(node, mask)
         if (added := made[key]) is not None:
             node.replace_input_with(mask, added)
-    if made:
-        graph.recompile()
 
 
 def _additive(attention: fx.Node, mask: fx.Node) -> fx.Node | None:

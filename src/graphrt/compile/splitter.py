@@ -76,7 +76,8 @@ class Piece(NamedTuple):
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     module: fx.GraphModule
-    """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple."""
+    """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple. Captured pieces of one
+    ``structure`` have one."""
     structure: str
     """A hash of what it computes, the same in every process."""
 
@@ -212,7 +213,8 @@ def cut(
             found=f"none of {', '.join(ops.names)} among {', '.join(called)}",
             do="name the operators between which graphs are captured, or () for none",
         )
-    pieces = []
+    pieces: list[Piece] = []
+    modules: dict[str, fx.GraphModule] = {}
     if marked is not None:
         # Not the parts in order: they have each ``getitem`` beside its producer.
         parts = [("captured", [node for node in graph.graph.nodes if node.op not in _ENDS])]
@@ -229,7 +231,11 @@ def cut(
             replaced = {node: ops.call_of(node) for node in nodes}
         else:
             replaced = {node: marked(node) for node in names} if marked else {}
-        module = extract(graph, nodes, inputs, outputs, replaced)
+        extracted = extract(nodes, inputs, outputs, replaced)
+        structure = structure_of(graph, extracted, axes)
+        # Alike ones share compiled code: to make a module takes longer than all else.
+        module = modules.get(structure) if kind == "captured" else None
+        module = modules[structure] = module or fx.GraphModule(graph, extracted)
         pieces.append(
             Piece(
                 kind,
@@ -239,7 +245,7 @@ def cut(
                 inputs,
                 outputs,
                 module,
-                structure_of(module, axes),
+                structure,
             )
         )
     return pieces, tuple(name for name in ops.names if name not in matched)
@@ -318,13 +324,12 @@ def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
 
 
 def extract(
-    graph: fx.GraphModule,
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     called: Mapping[fx.Node, Any],
-) -> fx.GraphModule:
-    """A module of ``nodes``, which always returns a tuple. ``called``: what to call instead of what
+) -> fx.Graph:
+    """A graph of ``nodes``, which always returns a tuple. ``called``: what to call instead of what
     a node calls; None: the same."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -336,7 +341,7 @@ def extract(
         if (call := called.get(node)) is not None:
             copies[node].op, copies[node].target = "call_function", call
     piece.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(graph, piece)
+    return piece
 
 
 def operator_of(node: fx.Node) -> str:
@@ -401,8 +406,9 @@ def written_out(
     return written
 
 
-def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
-    """A hash of what a piece computes, without the names of its values and of symbols."""
+def structure_of(owner: fx.GraphModule, graph: fx.Graph, axes: Mapping[Any, str]) -> str:
+    """A hash of what a piece computes, without the names of its values and of symbols. ``owner``:
+    of its constants."""
     # Symbols that are no axis are counted in order of their first use.
     symbols: dict[Any, Any] = {symbol: sympy.Symbol(name) for symbol, name in axes.items()}
     places: dict[fx.Node, str] = {}
@@ -419,15 +425,15 @@ def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
         return f"{type(value).__name__} {value!r}"
 
     lines = []
-    for index, node in enumerate(module.graph.nodes):
+    for index, node in enumerate(graph.nodes):
         places[node] = f"%{index}"
         target = node.target
         if node.op == "placeholder":
             line = told(node.meta.get("example_value"))
         elif node.op == "get_attr":
-            constant = operator.attrgetter(str(target))(module)
+            constant = operator.attrgetter(str(target))(owner)
             if isinstance(constant, fx.GraphModule):
-                line = structure_of(constant, axes)
+                line = structure_of(constant, constant.graph, axes)
             else:
                 line = f"{told(constant)} {_digest(constant)}"
         else:
