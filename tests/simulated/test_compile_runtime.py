@@ -15,6 +15,7 @@ from types import FunctionType
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._dynamo import funcname_cache
 
 from graphrt import CompilationConfig, Facts, Reason, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
@@ -166,6 +167,13 @@ def test_callables_beyond_dynamos_limit_are_compiled():
         assert one(torch.ones(5)).tolist() == [1.0 + number] * 5
         with pytest.raises(RecompileError):
             one.trace(lambda: None, [])
+
+
+def test_trace_reads_no_file_for_the_names_of_functions(monkeypatch):
+    read = {}
+    monkeypatch.setattr(funcname_cache, "cache", read)
+    with compiled("NONE"):
+        assert not read
 
 
 def test_closed_runtime_frees_what_it_compiled():

@@ -22,7 +22,7 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
-from torch._dynamo import config as dynamo_config
+from torch._dynamo import config as dynamo_config, symbolic_convert
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -100,7 +100,9 @@ def traced(
         options={"guard_filter_fn": chosen},
     )
     hooks = dynamo_config.patch(skip_nnmodule_hook_guards=False) if guards_hooks else nullcontext()
-    with hooks:
+    # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
+    no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
+    with hooks, no_names:
         results = entry(*args, **kwargs)
     for made in _debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
