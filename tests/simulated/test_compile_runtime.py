@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import re
+import traceback
 import weakref
 from dataclasses import replace
 from enum import Enum
@@ -174,6 +175,23 @@ def test_trace_reads_no_file_for_the_names_of_functions(monkeypatch):
     monkeypatch.setattr(funcname_cache, "cache", read)
     with compiled("NONE"):
         assert not read
+
+
+def test_trace_is_not_interrupted_by_collections():
+    callers, before = [], gc.get_threshold()
+
+    def note(phase, _):
+        callers.append([frame.name for frame in traceback.extract_stack(limit=200)])
+
+    gc.callbacks.append(note)
+    gc.set_threshold(10)
+    try:
+        with compiled("NONE"):
+            assert callers
+            assert not [names for names in callers if "_first_call" in names]
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
 
 
 def test_closed_runtime_frees_what_it_compiled():

@@ -99,10 +99,12 @@ def traced(
         # A fresh dict for each: torch.compile takes entries out of it.
         options={"guard_filter_fn": chosen},
     )
-    hooks = dynamo_config.patch(skip_nnmodule_hook_guards=False) if guards_hooks else nullcontext()
+    options = {"skip_nnmodule_hook_guards": False} if guards_hooks else {}
+    if hasattr(dynamo_config, "run_gc_after_compile"):
+        options["run_gc_after_compile"] = False  # Captures do, before they begin.
     # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
     no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
-    with hooks, no_names:
+    with dynamo_config.patch(options), no_names:
         results = entry(*args, **kwargs)
     for made in _debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)

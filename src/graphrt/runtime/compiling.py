@@ -18,7 +18,7 @@ from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
 from graphrt.errors import CompileDuringCaptureError, ConfigError
 from graphrt.events import Event, Invalidated, Observer
-from graphrt.gc_pause import frozen_heap
+from graphrt.gc_pause import frozen_heap, gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
@@ -113,13 +113,16 @@ class CompiledPart:
         if tokens == requests > 2 and like is None:
             # Of two sizes that are equal a trace would make one.
             requests -= 1
-        # A trace makes so many objects that the collector would visit all of the heap with them.
-        with frozen_heap(), break_points_refused() if self._is_whole else nullcontext():
+        # A trace makes so many objects, most of which live on, that collections take long.
+        refused = break_points_refused() if self._is_whole else nullcontext()
+        with gc_paused(collects=False), refused:
             runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
             if code.is_backed and requests > 1 and self._has_both_axes:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
             if code.is_backed and tokens > 1:
                 runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)
+            with frozen_heap():
+                pass  # What lives now counts as old from here on.
 
     def audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
