@@ -57,6 +57,13 @@ def test_gc_paused_for_imports_collects_only_if_a_scope_inside_does() -> None:
         gc.collect()
 
 
+def test_gc_paused_for_imports_leaves_no_young_object_to_visit() -> None:
+    with gc_paused(collects=False):
+        made = Cycle()
+    assert not any(one is made for one in gc.get_objects(generation=0))
+    assert any(one is made for one in gc.get_objects())
+
+
 def test_gc_paused_in_frozen_heap_leaves_the_old_heap_alone() -> None:
     gc.collect()
     old = Cycle()

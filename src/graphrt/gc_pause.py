@@ -31,8 +31,9 @@ def gc_paused(*, collects: bool = True) -> Iterator[None]:
     The last one out collects what the scopes made and restores the collector. What lived before
     was collected on entry: to visit a large heap once more takes longer than some captures do.
 
-    ``collects`` False: the collector is off, no more. For imports: what they make lives on, and
-    collections in between visit it again and again, which is a third of the time of large ones.
+    ``collects`` False: the collector is off, and what was made counts as old afterwards. For
+    imports and traces: what they make lives on, and collections in between and after visit it again
+    and again, which is a third of the time of large ones.
     """
     is_counted = False
     try:
@@ -115,6 +116,9 @@ class _Collector:
         finally:
             # A finaliser may have opened a scope that is still open.
             if not self.num_scopes:
+                if not (self.collects or self.keeps_heap_frozen or is_heap_frozen()):
+                    gc.freeze()
+                    gc.unfreeze()
                 self.is_paused = self.collects = False
                 if self._froze:
                     gc.unfreeze()

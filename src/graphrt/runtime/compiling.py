@@ -18,7 +18,7 @@ from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
 from graphrt.errors import CompileDuringCaptureError, ConfigError
 from graphrt.events import Event, Invalidated, Observer
-from graphrt.gc_pause import frozen_heap, gc_paused
+from graphrt.gc_pause import gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
@@ -121,8 +121,6 @@ class CompiledPart:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
             if code.is_backed and tokens > 1:
                 runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)
-            with frozen_heap():
-                pass  # What lives now counts as old from here on.
 
     def audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
