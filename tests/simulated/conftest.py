@@ -10,6 +10,7 @@ import torch
 
 from graphrt.device.simulated import SimulatedDevice
 from lab import Lab
+from ranks_lab import launcher
 
 # Before their first import, or a failing case would not show its values.
 pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
@@ -22,6 +23,13 @@ def _one_thread() -> Iterator[None]:
     SimulatedDevice().close()  # It imports what modules below would each have to collect.
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launcher_ends() -> Iterator[None]:
+    yield
+    if launcher.cache_info().currsize:
+        launcher().close()
 
 
 @pytest.fixture(autouse=True)
