@@ -991,8 +991,11 @@ if __name__ == "__main__":
     if sys.argv[1] == "-c":
         del sys.argv[1]
         code, sys.argv[:] = sys.argv[1], ["-c", *sys.argv[2:]]
-        with frozen_heap():
-            exec(code, {"__name__": "__main__"})
+        try:
+            with frozen_heap():
+                exec(code, {"__name__": "__main__"})
+        finally:
+            gc.freeze()
         sys.exit()
     faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     names = sys.argv[1].split(",")
@@ -1008,3 +1011,4 @@ if __name__ == "__main__":
             # A group that something still refers to may abort the process when it exits.
             threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
             assert not [name for name in threads if "gloo" in name], threads
+    gc.freeze()  # Or the end of the process would visit all of torch, which takes two seconds.
