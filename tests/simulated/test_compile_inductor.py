@@ -231,7 +231,8 @@ def test_start_with_kept_code_imports_nothing_that_makes_code(folder):
     expected = [*map(str, pieces_and_sum(folder))]
     program = textwrap.dedent(
         f"""
-        import importlib, inspect, os, sys, threading
+        import gc, importlib, inspect, os, sys, threading
+        gc.disable()  # Imports take less.
         from pathlib import Path
         sys.path[:0] = {sys.path!r}
         import torch
@@ -287,10 +288,11 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     shutil.copytree(folder / "v4" / "inductor", tmp_path / "v4" / "inductor")
     program = textwrap.dedent(
         f"""
-        import os, sys
+        import gc, os, sys
+        gc.disable()
         from pathlib import Path
         sys.path[:0] = {sys.path!r}
-        import torch
+        import torch, torch._dynamo, torch._inductor.compile_fx  # Once for both.
         from test_compile_inductor import pieces_and_sum
         torch.set_num_threads({torch.get_num_threads()})  # Code for other threads is another entry.
         child = os.fork()
