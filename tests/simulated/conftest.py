@@ -1,16 +1,20 @@
-"""The CPU lane: one thread, because its operators are too small to share."""
+"""The CPU lane: one thread, because its operators are too small to share.
+
+Torch is imported by what runs: the process that hands out the tests of several would wait for it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from graphrt.device.simulated import SimulatedDevice
-from lab import Lab
 from ranks_lab import launcher
+
+if TYPE_CHECKING:
+    from lab import Lab
 
 # Before their first import, or a failing case would not show its values.
 pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interrupts")
@@ -18,6 +22,10 @@ pytest.register_assert_rewrite("bug_classes", "device_contract", "runtime_interr
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
+    import torch
+
+    from graphrt import SimulatedDevice
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     SimulatedDevice().close()  # It imports what modules below would each have to collect.
@@ -43,5 +51,7 @@ def _levels_of_loggers() -> Iterator[None]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
+    from lab import Lab
+
     with Lab() as lab:
         yield lab
