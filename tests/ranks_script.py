@@ -989,6 +989,9 @@ if __name__ == "__main__":
         serve_ranks()
         RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if sys.argv[1] == "-c":
+        if WORLD == 1:  # As nobody starts a rank.
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                del os.environ[name]
         del sys.argv[1]
         code, sys.argv[:] = sys.argv[1], ["-c", *sys.argv[2:]]
         try:
