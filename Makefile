@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check docs fuzz mutants test-gpu bench clean
+.PHONY: demo test check check-types check-code docs fuzz mutants test-gpu bench clean
 
 # Two stamps: the demo needs less than the tests do. Both are made anew when pyproject.toml changes.
 DEMO_ENV := $(VENV)/.installed-llm
@@ -30,10 +30,15 @@ test: $(DEV_ENV)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/pure tests/simulated tests/architecture
 
-check: $(DEV_ENV)
+# Two halves, each in a process of its own where make is given --jobs.
+check: check-types check-code
+
+check-types: $(DEV_ENV)
+	$(BIN)/mypy
+
+check-code: $(DEV_ENV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/architecture/size_report.py
 

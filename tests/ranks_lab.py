@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Ended(NamedTuple):
     status: int
     said: list[Any]
     """What it printed as JSON, line by line."""
+    stdout: str
     stderr: str
 
 
@@ -74,7 +76,7 @@ def launch(script: str, scenario: str, world: int = 2, timeout_s: float = 300) -
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=timeout_s)
-            ended.append(Ended(rank.returncode, _said(out), err))
+            ended.append(Ended(rank.returncode, _said(out), out, err))
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -100,13 +102,20 @@ class Launcher:
 
     def launch(self, scenario: str, world: int = 2, timeout_s: float = 300) -> list[Ended]:
         """As the function."""
+        return self._launch(world, timeout_s, scenario, str(timeout_s - 10))
+
+    def run(self, code: str, *words: str, world: int = 1, timeout_s: float = 300) -> list[Ended]:
+        """Run ``python -c code words``, once for each rank."""
+        return self._launch(world, timeout_s, "-c", code, *words)
+
+    def _launch(self, world: int, timeout_s: float, *words: str) -> list[Ended]:
         port = free_port()
         with tempfile.TemporaryDirectory() as folder:
             files = [[f"{folder}/{rank}.out", f"{folder}/{rank}.err"] for rank in range(world)]
             ranks = [
                 {
                     "environment": _environment(rank, world, port),
-                    "arguments": [scenario, str(timeout_s - 10)],
+                    "arguments": words,
                     "files": files[rank],
                 }
                 for rank in range(world)
@@ -116,11 +125,12 @@ class Launcher:
             self._server.stdin.write(f"{json.dumps(ranks)}\n".encode())
             if not select.select([self._server.stdout], [], [], timeout_s)[0]:
                 self.close()
-                raise TimeoutError(f"{scenario}: {[Path(err).read_text() for _, err in files]}")
+                raise TimeoutError(f"{words}: {[Path(err).read_text() for _, err in files]}")
             statuses = json.loads(self._server.stdout.readline())
+            texts = [[Path(file).read_text() for file in of_rank] for of_rank in files]
             return [
-                Ended(status, _said(Path(out).read_text()), Path(err).read_text())
-                for status, (out, err) in zip(statuses, files, strict=True)
+                Ended(status, _said(out), out, err)
+                for status, (out, err) in zip(statuses, texts, strict=True)
             ]
 
     def close(self) -> None:
@@ -128,6 +138,12 @@ class Launcher:
         with self._server:
             if self._server.poll() is None:
                 os.killpg(self._server.pid, signal.SIGKILL)
+
+
+@cache
+def launcher() -> Launcher:
+    """The one of this process, which ``simulated/conftest.py`` ends."""
+    return Launcher("tests/ranks_script.py")
 
 
 def serve_ranks() -> None:

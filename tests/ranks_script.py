@@ -1,7 +1,7 @@
 """What one rank does: ``python tests/ranks_script.py SCENARIO,SCENARIO S``, as torchrun starts it.
 
 After ``S`` seconds it says on stderr where it is, and ends. ``python tests/ranks_script.py serve``:
-see ``ranks_lab.Launcher``.
+see ``ranks_lab.Launcher``; ``-c CODE WORDS`` in place of a scenario: as of Python.
 
 The model multiplies by a weight and adds up over all ranks in a break point, so that a rank that
 runs other graphs than the others, or none, leaves them waiting in a collective.
@@ -988,6 +988,18 @@ if __name__ == "__main__":
         SimulatedDevice().close()  # It imports what takes seconds.
         serve_ranks()
         RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if sys.argv[1] == "-c":
+        if WORLD == 1:  # As nobody starts a rank.
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        del sys.argv[1]
+        code, sys.argv[:] = sys.argv[1], ["-c", *sys.argv[2:]]
+        try:
+            with frozen_heap():
+                exec(code, {"__name__": "__main__"})
+        finally:
+            gc.freeze()
+        sys.exit()
     faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     names = sys.argv[1].split(",")
     with frozen_heap():
@@ -1002,3 +1014,4 @@ if __name__ == "__main__":
             # A group that something still refers to may abort the process when it exits.
             threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
             assert not [name for name in threads if "gloo" in name], threads
+    gc.freeze()  # Or the end of the process would visit all of torch, which takes two seconds.

@@ -137,7 +137,10 @@ def __getattr__(name: str) -> Any:
     room = _ROOM_OF.get(name)
     if room is None:
         raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
-    value = getattr(import_module(f"graphrt.{room}"), name)
+    from graphrt.gc_pause import gc_paused
+
+    with gc_paused(collects=False):  # The first may import torch.
+        value = getattr(import_module(f"graphrt.{room}"), name)
     globals()[name] = value
     return value
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 import graphrt
 from graphrt import errors
@@ -15,6 +19,15 @@ def test_every_public_name_resolves_to_a_member_of_its_room() -> None:
     for name in graphrt.__all__:
         value = getattr(graphrt, name)
         assert value is not None, name
+
+
+def test_public_name_is_imported_with_the_collector_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphrt, "resolve", None)  # It is put back.
+    monkeypatch.setattr(
+        graphrt, "import_module", lambda room: SimpleNamespace(resolve=gc.isenabled())
+    )
+    assert graphrt.__getattr__("resolve") is False
+    assert gc.isenabled()
 
 
 def test_type_checkers_see_the_same_names_as_the_interpreter() -> None:

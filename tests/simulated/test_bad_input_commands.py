@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from lab import HF_LLAMA
+from ranks_lab import launcher
 
 CONFIG = {**HF_LLAMA, "torch_dtype": "float32"}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
-def graphrt(*words: str, folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "graphrt", *words],
-        cwd=folder,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+# The process has loaded torch already, which takes seconds.
+COMMAND = """
+import os, sys
+from graphrt.cli import main
+folder, *words = sys.argv[1:]
+os.chdir(folder)
+main(words)
+"""
 
 
 def truncated_safetensors(folder: Path) -> list[str]:
@@ -82,8 +78,8 @@ def test_bad_input_is_status_2_with_one_typed_message(
 ) -> None:
     command = make(tmp_path)
     before = sorted(os.listdir(tmp_path))
-    done = graphrt(*command, "--json", folder=tmp_path)
-    assert done.returncode == 2
+    (done,) = launcher().run(COMMAND, str(tmp_path), *command, "--json")
+    assert done.status == 2
     answer = json.loads(done.stdout)["error"]
     assert answer["type"] == error
     for word in words:
@@ -95,59 +91,46 @@ def test_bad_input_is_status_2_with_one_typed_message(
 
 @pytest.mark.parametrize("moment", ["capture", "serve"])
 def test_ctrl_c_during_a_run_is_status_130_and_leaves_no_file(moment: str, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, moment],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        # The child prints this in the middle of its run, and then goes on.
-        assert process.stdout.readline().strip() == "in the middle"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 130, err
-    assert out == ""
-    assert "Traceback" not in err
-    assert "ResourceWarning" not in err
+    (ended,) = launcher().run(INTERRUPTED, moment, str(tmp_path))
+    assert ended.status == 130, ended.stderr
+    assert ended.stdout == "in the middle\n"
+    assert "Traceback" not in ended.stderr
+    assert "ResourceWarning" not in ended.stderr
     assert os.listdir(tmp_path) == []
 
 
-# The command itself; its model prints a line in the fifth call of the capture or of the serving.
-INTERRUPTIBLE = """
-import signal, sys
+# The command itself; Ctrl-C comes in the fifth call of the capture or of the serving.
+INTERRUPTED = """
+import os, signal, sys
 from graphrt.cli import main
 from graphrt_llm.models import CausalLM
 import graphrt_llm.serving as serving
 
 # A test run in the background ignores interrupts, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-moment = sys.argv[1]
+moment, folder = sys.argv[1:]
+os.chdir(folder)
 calls = 0
-def announce():
+def interrupt():
     global calls
     calls += 1
     if calls == 5:
         print("in the middle", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
 
 forward = CausalLM.forward
-def announcing_forward(self, *args, **kwargs):
+def interrupted_forward(self, *args, **kwargs):
     if moment == "capture":
-        announce()
+        interrupt()
     return forward(self, *args, **kwargs)
-CausalLM.forward = announcing_forward
+CausalLM.forward = interrupted_forward
 
 tokens = serving.prompt_tokens
-def announcing_tokens(*args):
+def interrupted_tokens(*args):
     if moment == "serve":
-        announce()
+        interrupt()
     return tokens(*args)
-serving.prompt_tokens = announcing_tokens
+serving.prompt_tokens = interrupted_tokens
 
 modes = "NONE" if moment == "serve" else "FULL"
 # Too many to finish: only the interrupt ends this run.

@@ -6,9 +6,6 @@ Their figures mean nothing here and none is looked at.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -48,6 +45,7 @@ from graphrt.verify import PaddingChecked
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 from graphrt_llm.models import ModelConfig
+from ranks_lab import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig.tiny()
@@ -377,19 +375,20 @@ def test_case_numbers_are_unique_and_have_a_target() -> None:
     assert all(number_of(number) for number in numbers)
 
 
+COMMAND = """
+import os, runpy, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_the_command_writes_what_it_was_asked_for(tmp_path: Path) -> None:
     """A case of the CPU gives rows; one that needs a GPU says so and gives none."""
     path = tmp_path / "result.json"
     words = ["--only", "C-dispatch-plan,G1", "--json", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    (done,) = launcher().run(COMMAND, str(ROOT), *words)
+    assert done.status == 0, done.stderr
     (row,) = json.loads(path.read_text(encoding="utf-8"))
     assert row["metric"] == "C-dispatch-plan"
     assert row["samples"]["resolve and build"]

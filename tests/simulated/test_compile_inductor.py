@@ -52,6 +52,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="module")
+def filled(folder):
+    """The folder with an entry for each piece; who spoils them has them compiled again."""
+    with lab_of(folder, "NONE", compile_sizes=[4]):
+        return folder
+
+
 def lab_of(folder, mode="FULL_AND_PIECEWISE", **options):
     compilation = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
     compilation |= {"cache_dir": folder, **options}
@@ -137,13 +144,11 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
 )
-def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
-    with lab_of(folder, "NONE", compile_sizes=[4]):
-        pass  # There is an entry to spoil, also where this test runs alone.
-    for path in folder.glob("v*/objects/*/*"):
+def test_bad_entry_is_compiled_again_with_its_reason(filled, spoil, reason):
+    for path in filled.glob("v*/objects/*/*"):
         path.write_bytes(spoil(path.read_bytes()))
     for expected in (reason, None):
-        with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+        with lab_of(filled, "NONE", compile_sizes=[4]) as lab:
             lab.step(3, 2)
             assert set(missed(lab)) == {expected}
 
@@ -151,15 +156,13 @@ def test_bad_entry_is_compiled_again_with_its_reason(folder, spoil, reason):
 @pytest.mark.parametrize(
     "payload", [b"", b"code", pickle.dumps(5), pickle.dumps((None, b"code")), pickle.dumps((5, 5))]
 )
-def test_entry_that_holds_something_else_is_compiled_again(folder, payload):
-    with lab_of(folder, "NONE", compile_sizes=[4]):
-        pass  # There is an entry to replace, also where this test runs alone.
-    for path in folder.glob("v*/objects/*/*"):
+def test_entry_that_holds_something_else_is_compiled_again(filled, payload):
+    for path in filled.glob("v*/objects/*/*"):
         about = json.loads(path.read_bytes().partition(b"\n")[0])
         about |= {"length": len(payload), "sha256": sha256(payload).hexdigest()}
         path.write_bytes(json.dumps(about).encode() + b"\n" + payload)
     for expected in (CacheMiss.LOAD_FAILED, None):
-        with lab_of(folder, "NONE", compile_sizes=[4]) as lab:
+        with lab_of(filled, "NONE", compile_sizes=[4]) as lab:
             lab.step(3, 2)
             assert set(missed(lab)) == {expected}
 
@@ -231,7 +234,8 @@ def test_start_with_kept_code_imports_nothing_that_makes_code(folder):
     expected = [*map(str, pieces_and_sum(folder))]
     program = textwrap.dedent(
         f"""
-        import importlib, inspect, os, sys, threading
+        import gc, importlib, inspect, os, sys, threading
+        gc.disable()  # Imports take less.
         from pathlib import Path
         sys.path[:0] = {sys.path!r}
         import torch
@@ -287,10 +291,11 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     shutil.copytree(folder / "v4" / "inductor", tmp_path / "v4" / "inductor")
     program = textwrap.dedent(
         f"""
-        import os, sys
+        import gc, os, sys
+        gc.disable()
         from pathlib import Path
         sys.path[:0] = {sys.path!r}
-        import torch
+        import torch, torch._dynamo, torch._inductor.compile_fx  # Once for both.
         from test_compile_inductor import pieces_and_sum
         torch.set_num_threads({torch.get_num_threads()})  # Code for other threads is another entry.
         child = os.fork()

@@ -901,7 +901,7 @@ def test_arguments_that_were_one_tensor_stay_one():
 # -- the cut
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     ops=st.lists(
         st.sampled_from(["tanh", "sigmoid", "cut", "view", "pair"]), min_size=1, max_size=9

@@ -109,7 +109,10 @@ def test_json_is_one_object_and_nothing_else(run: Run, tmp_path: Path) -> None:
     }
 
 
-def test_adapters_and_drafts_are_served_and_reported(run: Run, tmp_path: Path) -> None:
+def test_adapters_and_drafts_are_served_and_reported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "CAPTURE_SIZES", (8, 48))  # Of each, as many as adapters and drafts.
     options = ("--loras", "2", "--speculate", "2", "--modes", "NONE,FULL_AND_PIECEWISE")
     result = run("--json", "--requests", "9", *options)
     assert result.exit_code == 0, result.output

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from graphrt_llm.config import Limits
 from graphrt_llm.errors import AttentionBackendError
 from graphrt_llm.kv_cache import KVCache
 from graphrt_llm.models import ModelConfig
+from ranks_lab import launcher
 
 BLOCK, MAX_BLOCKS, NUM_BLOCKS = 4, 6, 40
 LIMITS = Limits(
@@ -392,9 +392,8 @@ print("ends")
 
 
 def test_process_that_ends_without_close_builds_nothing():
-    command = [sys.executable, "-c", ENDS_UNCLOSED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.returncode) == ("ends\n", 0), done.stderr
+    (done,) = launcher().run(ENDS_UNCLOSED)
+    assert (done.stdout, done.status) == ("ends\n", 0), done.stderr
 
 
 def test_imports_of_a_process_that_ends_do_not_pause(tmp_path, monkeypatch):

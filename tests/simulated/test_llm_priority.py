@@ -405,7 +405,8 @@ def captured_before():
         yield engine
 
 
-@settings(max_examples=15, deadline=None)
+# Each captures an engine; ``make fuzz`` serves thousands.
+@settings(max_examples=8, deadline=None)
 @given(rows=rows, abort=st.tuples(st.integers(0, 6), st.integers(0, 12)), overlap=st.booleans())
 def test_any_traffic_with_aborts_gives_the_same_tokens(captured_before, rows, abort, overlap):
     traffic = [

@@ -74,7 +74,7 @@ def engine_of(mode: str, capture: str, overlap: bool, observer=None) -> LLMEngin
     return LLMEngine.tiny(config, observer=observer)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 40),
     st.sampled_from(MODES),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from graphrt import CaptureJob
 from graphrt.errors import GraphrtError, VerificationError
 from lab import FULL, KEY, Lab, rows_runner
+from ranks_lab import launcher
 
 OWN = torch.Generator()
 
@@ -107,11 +106,12 @@ def test_number_that_a_graph_freezes_is_still_found(warmups: int) -> None:
 
 def test_numpy_is_not_imported_to_keep_its_state() -> None:
     code = (
-        "import sys; sys.modules['numpy.random'] = None\n"
+        "import numpy, sys\n"
+        "vars(numpy).pop('random', None); sys.modules['numpy.random'] = None\n"
         "from graphrt.verify.run_state import random_state\n"
         "import random, torch\n"
         "put_back = random_state(()); first = random.random(), torch.rand(1).item()\n"
         "put_back(); assert (random.random(), torch.rand(1).item()) == first"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    (done,) = launcher().run(code)
+    assert done.status == 0, done.stderr

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ranks_lab import Ended, Launcher, all_said
+from ranks_lab import Ended, all_said, launcher
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
-SCRIPT = "tests/ranks_script.py"
 SCENARIOS = (
     "wires",
     "steps",
@@ -30,17 +28,6 @@ SCENARIOS = (
     "micro-batches",
     "tensor parallel",
 )
-
-
-@cache
-def launcher() -> Launcher:
-    return Launcher(SCRIPT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _launcher_ends() -> Iterator[None]:
-    yield
-    launcher().close()
 
 
 def launch(scenario: str, world: int = 2, timeout_s: float = 300) -> list[Ended]:

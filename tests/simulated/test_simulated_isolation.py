@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import sys
 import threading
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_recording import record, same
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.device.simulated import SimulatedDevice
@@ -36,6 +38,19 @@ def in_thread(work: Any, *, context: contextvars.Context | None = None) -> Any:
     if error is not None:
         raise error
     return result
+
+
+def test_device_is_made_with_the_collector_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports first lives on."""
+    enabled, make = [], FakeTensorMode.__init__
+    monkeypatch.setattr(
+        FakeTensorMode,
+        "__init__",
+        lambda mode, **options: (enabled.append(gc.isenabled()), make(mode, **options))[1],
+    )
+    SimulatedDevice().close()
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 def test_two_devices_share_nothing() -> None:

@@ -13,7 +13,6 @@ import io
 import itertools
 import math
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from graphrt import Reason
 from graphrt.externals.places import contents_of, part_of
 from graphrt.gc_pause import frozen_heap
 from lab import random_rows, rows_runner
+from ranks_lab import launcher
 
 
 @pytest.fixture(autouse=True)
@@ -331,15 +331,8 @@ LARGE = (
 def test_large_host_data_is_walked_in_little_memory() -> None:
     # Copied or gone through one by one, the arrays alone would take gigabytes and many minutes.
     assert resource.RLIMIT_AS
-    done = subprocess.run(
-        [sys.executable, "-c", SLOW, *LARGE],
-        cwd=__file__.rpartition("/simulated/")[0],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    (done,) = launcher().run(SLOW, *LARGE)
+    assert done.status == 0, done.stderr
 
 
 def test_list_of_a_subclass_is_put_back_after_captures() -> None:

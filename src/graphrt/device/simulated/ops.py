@@ -35,6 +35,7 @@ from graphrt.device.simulated.forbidden_ops import (
 )
 from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import ForbiddenOperationError
+from graphrt.gc_pause import gc_paused
 
 
 class Traits(NamedTuple):
@@ -175,7 +176,8 @@ class Operators:
         """Of operators outside aten, of which a user may register another fake kernel."""
         self._reads_data: dict[Operator, bool] = {}
         # A fake mode serves one thread at a time. The first is made here: it imports for a second.
-        self._idle_modes = [_new_fake_mode()]
+        with gc_paused(collects=False):
+            self._idle_modes = [_new_fake_mode()]
 
     def results(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         """What ``func`` returns: ``NewTensor`` for tensors, None for arguments that it writes.
