@@ -47,8 +47,20 @@ def demo(*asked: str) -> Any:
     return json.loads(ended[0].stdout)
 
 
-def test_two_ranks_give_the_tokens_of_one() -> None:
-    alone, shared = demo_of_one(), demo()
+def end_of(monkeypatch: pytest.MonkeyPatch, *asked: str) -> object:
+    """The exit status of the command, which starts the ranks by itself."""
+    monkeypatch.setattr(sys, "argv", ["graphrt", "demo", *ASKED, "--ranks", "2", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_two_ranks_give_the_tokens_of_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = demo_of_one()
+    assert not end_of(monkeypatch)
+    shared = json.loads(capfd.readouterr().out)
     assert shared["tokens_identical"]
     assert shared["tokens_digest"] == alone["tokens_digest"]
     assert alone["ranks"] == []
@@ -62,14 +74,6 @@ def test_ranks_that_share_layers_all_give_the_tokens_of_one() -> None:
     assert shared["tokens_identical"]
     assert shared["tokens_digest"] == demo_of_one()["tokens_digest"]
     assert [part["num_requests"] for part in shared["ranks"]] == [12, 12]
-
-
-def end_of(monkeypatch: pytest.MonkeyPatch, *asked: str) -> object:
-    """The exit status of the command, which starts the ranks by itself."""
-    monkeypatch.setattr(sys, "argv", ["graphrt", "demo", *ASKED, "--ranks", "2", *asked])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
 
 
 def test_bad_input_of_all_ranks_ends_with_its_status(
