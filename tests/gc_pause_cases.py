@@ -57,11 +57,13 @@ def test_gc_paused_for_imports_collects_only_if_a_scope_inside_does() -> None:
         gc.collect()
 
 
-def test_gc_paused_for_imports_leaves_no_young_object_to_visit() -> None:
-    with gc_paused(collects=False):
+@pytest.mark.parametrize("ages", [False, True])
+def test_gc_paused_makes_what_lives_old_where_it_is_to(ages: bool) -> None:
+    with gc_paused(collects=False, ages=ages):
         made = Cycle()
-    assert not any(one is made for one in gc.get_objects(generation=0))
-    assert any(one is made for one in gc.get_objects())
+    is_young = any(one is made for one in gc.get_objects(generation=0))
+    assert is_young is not ages
+    assert not is_heap_frozen()
 
 
 def test_gc_paused_in_frozen_heap_leaves_the_old_heap_alone() -> None:

@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
     from graphrt.gc_pause import gc_paused
 
-    with gc_paused(collects=False):  # The first may import torch.
+    with gc_paused(collects=False, ages=True):  # The first may import torch.
         value = getattr(import_module(f"graphrt.{room}"), name)
     globals()[name] = value
     return value

@@ -25,13 +25,13 @@ def is_heap_frozen() -> bool:
 
 
 @contextmanager
-def gc_paused(*, collects: bool = True) -> Iterator[None]:
+def gc_paused(*, collects: bool = True, ages: bool = False) -> Iterator[None]:
     """Collect and freeze the heap and keep the collector off until every such scope has left.
 
     The last one out collects what the scopes made and restores the collector. What lived before
     was collected on entry: to visit a large heap once more takes longer than some captures do.
 
-    ``collects`` False: the collector is off, and what was made counts as old afterwards. For
+    ``collects`` False: the collector is off, no more. ``ages``: what lives then counts as old. For
     imports and traces: what they make lives on, and collections in between and after visit it again
     and again, which is a third of the time of large ones.
     """
@@ -44,6 +44,11 @@ def gc_paused(*, collects: bool = True) -> Iterator[None]:
             if not _collector.is_paused:
                 _collector.pause()
         yield
+        if ages and not (_collector.keeps_heap_frozen or is_heap_frozen()):
+            try:
+                gc.freeze()
+            finally:
+                gc.unfreeze()
     finally:
         if is_counted:
             with _collector.lock:
@@ -116,9 +121,6 @@ class _Collector:
         finally:
             # A finaliser may have opened a scope that is still open.
             if not self.num_scopes:
-                if not (self.collects or self.keeps_heap_frozen or is_heap_frozen()):
-                    gc.freeze()
-                    gc.unfreeze()
                 self.is_paused = self.collects = False
                 if self._froze:
                     gc.unfreeze()

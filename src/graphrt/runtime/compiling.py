@@ -115,7 +115,7 @@ class CompiledPart:
             requests -= 1
         # A trace makes so many objects, most of which live on, that collections take long.
         refused = break_points_refused() if self._is_whole else nullcontext()
-        with gc_paused(collects=False), refused:
+        with gc_paused(collects=False, ages=True), refused:
             runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
             if code.is_backed and requests > 1 and self._has_both_axes:
                 runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)

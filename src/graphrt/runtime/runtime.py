@@ -215,7 +215,7 @@ class Runtime:
         fn, is_unobserved = model, False
         self._compiled: CompiledPart | None = None
         if plan.level is not CompilationLevel.NO_COMPILATION:
-            with gc_paused(collects=False):
+            with gc_paused(collects=False, ages=True):
                 from graphrt.runtime.compiling import CompiledPart  # Here: it takes seconds.
 
                 rank = 0 if ranks is None else ranks.rank

@@ -176,7 +176,7 @@ class Operators:
         """Of operators outside aten, of which a user may register another fake kernel."""
         self._reads_data: dict[Operator, bool] = {}
         # A fake mode serves one thread at a time. The first is made here: it imports for a second.
-        with gc_paused(collects=False):
+        with gc_paused(collects=False, ages=True):
             self._idle_modes = [_new_fake_mode()]
 
     def results(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
