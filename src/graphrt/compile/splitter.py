@@ -234,8 +234,9 @@ def cut(
         extracted = extract(nodes, inputs, outputs, replaced)
         structure = structure_of(graph, extracted, axes)
         # Alike ones share compiled code: to make a module takes longer than all else.
-        module = modules.get(structure) if kind == "captured" else None
-        module = modules[structure] = module or fx.GraphModule(graph, extracted)
+        module = modules.get(structure) or fx.GraphModule(graph, extracted)
+        if kind == "captured":
+            modules[structure] = module
         pieces.append(
             Piece(
                 kind,

@@ -290,8 +290,7 @@ class CUDARecording:
         """End torch's capture. Returns how many nodes it recorded."""
         with self._on_stream(), private.without_modes():
             num_nodes = private.captured_nodes(self._stream.cuda_stream)
-            # Of an empty one torch warns.
-            is_quiet = num_nodes == 0 or not warns
+            is_quiet = num_nodes == 0 or not warns  # torch warns of an empty one.
             with warnings.catch_warnings(action="ignore") if is_quiet else nullcontext():
                 self._graph.capture_end()
             if self._state.debug:  # torch does not instantiate a graph that it keeps.
