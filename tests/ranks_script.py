@@ -989,7 +989,7 @@ if __name__ == "__main__":
         serve_ranks()
         RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if sys.argv[1] == "-c":
-        if WORLD == 1:  # As nobody starts a rank.
+        if WORLD == 1:  # The code is a command that runs alone, not a rank.
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
                 del os.environ[name]
         del sys.argv[1]

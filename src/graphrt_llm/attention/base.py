@@ -146,26 +146,22 @@ class Decode(Protocol):
     ) -> None: ...
 
 
-def _room_for(backend: AttentionBackend, heads: Tensor) -> Tensor:
-    """Memory for the result of ``attend``, not filled."""
+def _result(
+    backend: AttentionBackend,
+    layer_index: int,
+    heads: Tensor,
+    *_: object,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What ``attend`` returns, not filled: all that a PIECEWISE capture needs of it, because no
+    kernel reads it then."""
+    if out is not None:
+        return out
     shape = (heads.shape[0], backend.cache.config.num_heads, heads.shape[2])
     return torch.empty(shape, dtype=heads.dtype, device=heads.device)
 
 
-def _at_capture(
-    backend: AttentionBackend,
-    layer_index: int,
-    heads: Tensor,
-    attn: AttentionInputs,
-    shared: tuple[Tensor, ...] = (),
-    out: Tensor | None = None,
-) -> Tensor:
-    """In place of ``attend`` where a PIECEWISE capture is not observed: no kernel reads its result
-    then."""
-    return _room_for(backend, heads) if out is None else out
-
-
-@break_point(name="attention", out="out", capture_stub=_at_capture, stub_when="unobserved")
+@break_point(name="attention", out="out", capture_stub=_result, stub_when="unobserved")
 def attend(
     backend: AttentionBackend,
     layer_index: int,
@@ -187,7 +183,6 @@ def attend(
     would be an operation, and some backends need no slice. A function and not a method, so that a
     PIECEWISE program is cut here for every backend.
     """
-    if out is None:
-        out = _room_for(backend, heads)
+    out = _result(backend, layer_index, heads, out=out)
     backend.forward(layer_index, heads, attn, shared, out)
     return out
