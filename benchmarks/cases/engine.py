@@ -45,7 +45,6 @@ from graphrt import (
     RuntimeReport,
 )
 from graphrt.runner.comparisons import Comparisons
-from graphrt.verify import PaddingChecked
 from graphrt_llm import EngineConfig, LLMEngine, SamplingParams
 from graphrt_llm.config import CaptureWhen, DType
 from graphrt_llm.models import CausalLM, ModelConfig
@@ -419,13 +418,9 @@ class Start(NamedTuple):
 
 @contextmanager
 def unpadded() -> Iterator[None]:
-    """While entered, no first replay is compared with the unpadded batch."""
-    with mock.patch.object(Comparisons, "compare_padding", _nothing):
+    """While entered, no first replay is compared with a batch that is padded to its key."""
+    with mock.patch.object(Comparisons, "_sizes_to_pad", return_value=[]):
         yield
-
-
-def _nothing(*_: object) -> PaddingChecked:
-    return PaddingChecked(None, {}, "")
 
 
 def start_with_every_key(context: int, seed: int) -> Start:
