@@ -147,8 +147,6 @@ SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 
 @torch.no_grad()
-# transformers changes a global of its own in each forward.
-@pytest.mark.filterwarnings("ignore:transformers:graphrt.errors.SideEffectWarning")
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_hf_module_captured_equals_eager_and_the_engines_model(
     device: SimulatedDevice, architecture: Any

@@ -461,6 +461,34 @@ def test_changed_global_is_a_warning_and_in_the_report(monkeypatch):
             lab.runtime.check_externals()
 
 
+class Flags:
+    def __init__(self):
+        self.is_in_a_run, self.runs = False, 0
+
+
+FLAGS = Flags()
+
+
+def test_global_that_is_put_back_is_no_change():
+    class Marks(Formula):
+        def between(self, hidden):
+            FLAGS.is_in_a_run = True
+            hidden = hidden * 2 if FLAGS.is_in_a_run else hidden
+            FLAGS.is_in_a_run = False
+            return hidden
+
+    with compiled("NONE", Marks()) as lab:
+        assert not lab.runtime.report().compile.side_effects
+
+    class Counts(Marks):
+        def between(self, hidden):
+            FLAGS.runs += 1
+            return super().between(hidden)
+
+    with pytest.warns(SideEffectWarning, match="FLAGS.runs"):
+        compiled("NONE", Counts()).runtime.close()
+
+
 def test_buffer_written_in_place_is_written_by_every_replay():
     class Counts(Formula):
         def between(self, hidden):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from traceback import FrameSummary
 from typing import Any
 
@@ -25,10 +25,14 @@ from graphrt.errors import (
     SideEffectError,
     SideEffectWarning,
 )
+from graphrt.externals.places import own_dict
 from graphrt.source import Source, is_user_file
 
 OF_TRACING = (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
 """What torch raises where it does not trace."""
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+"""What changes in them is not told by attributes."""
 
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
@@ -126,12 +130,16 @@ def refuse_side_effects() -> tuple[str, ...]:
         is_new = type(variable.mutation_type).__name__.endswith("New")
         if source is None or is_new or not effects.is_modified(variable):
             continue
-        attributes = "".join(f".{a}" for a in effects.store_attr_mutations.get(variable, ()))
+        stored = effects.store_attr_mutations.get(variable, {})
+        is_global = source.name.startswith("G[")
+        if is_global and _is_put_back(variable, stored):
+            continue
+        attributes = "".join(f".{name}" for name in stored)
         stacks = effects.mutation_user_stacks.get(variable, ())
         line = next(filter(None, map(_user_line, reversed(stacks))), Source())
         at = f" at {line.with_text}" if line else ""
         subject = f"{as_written(source.name)}{attributes}"
-        if source.name.startswith("G["):
+        if is_global:
             changed.append(subject)
             warnings.warn(
                 f"{subject} is changed{at}: this happens in eager runs, and in no replay",
@@ -147,6 +155,19 @@ def refuse_side_effects() -> tuple[str, ...]:
             source=str(line),
         )
     return tuple(changed)
+
+
+def _is_put_back(variable: Any, stored: Mapping[str, Any]) -> bool:
+    """True for an object whose attributes the code leaves as they are: transformers sets a flag of
+    its own for each forward."""
+    target = getattr(variable, "value", None)
+    own = own_dict(target)
+    if own is None or issubclass(type(target), _CONTAINERS) or not stored:
+        return False
+    return all(
+        name in own and value.is_python_constant() and own[name] is value.as_python_constant()
+        for name, value in stored.items()
+    )
 
 
 def _user_line(stack: Iterable[FrameSummary]) -> Source:
