@@ -160,7 +160,7 @@ class EagerSegment:
         value = expected.value
         if expected.kind == "host" and not same_host_value(value, found):
             raise UnkeyedValueError(
-                f"eager segment {self.site}: {place}",
+                f"eager {self.site}: {place}",
                 expected=f"{value!r}, the value the model acted on at capture",
                 found=repr(found),
                 do="put it in the key's `variant` or return a tensor",
@@ -195,7 +195,7 @@ class EagerSegment:
         found: str,
         do: str = "return the same shapes at every step of a key, or capture again",
     ) -> BreakOutputError:
-        return BreakOutputError(f"eager segment {self.site}", expected=expected, found=found, do=do)
+        return BreakOutputError(f"eager {self.site}", expected=expected, found=found, do=do)
 
 
 def shared_storages(tensors: Mapping[int, torch.Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
