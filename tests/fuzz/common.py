@@ -6,6 +6,7 @@ import gc
 import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,13 @@ class Counts:
     """Graph steps with what was replaced before, within the documented bound."""
     eager: dict[str, int] = field(default_factory=dict)
     """Explained eager steps, by reason."""
+
+    def __add__(self, other: Counts) -> Counts:
+        own, its = vars(self), vars(other)
+        eager = dict(Counter(self.eager) + Counter(other.eager))
+        return Counts(
+            **{name: own[name] + its[name] for name in own.keys() - {"eager"}}, eager=eager
+        )
 
     @property
     def is_clean(self) -> bool:

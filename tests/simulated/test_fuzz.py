@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
 
-from fuzz import engine, runner
-from fuzz.__main__ import FAMILIES, main, search, shrink
+from fuzz import engine, runner, search as searching
+from fuzz.__main__ import main
 from fuzz.common import Counts, Problem, interruptible
+from fuzz.search import FAMILIES, run_share, search, shrink
 from graphrt.gc_pause import frozen_heap
 
 
@@ -105,3 +107,27 @@ def test_case_alone_run_prints_its_seed_and_values(capsys):
     printed = capsys.readouterr().out
     assert "--case 4 --set num_runs=3" in printed
     assert "runner steps, 0 wrong, 0 unexplained eager, 0 leaks" in printed.splitlines()[-1]
+
+
+def test_cases_of_a_seed_are_shared_out_among_processes(monkeypatch):
+    seeds: list[int] = []
+
+    def note(name, case, counts, say, **options):
+        seeds.append(case["seed"])
+        counts.engine_steps += 10
+        counts.eager["NO_KEY"] = counts.eager.get("NO_KEY", 0) + 1
+
+    monkeypatch.setattr(searching, "_check", note)
+    asked = Namespace(
+        no_shrink=True,
+        seed=2,
+        engine_steps=60,
+        processes=3,
+        only="engine",
+        runner_steps=0,
+        set=[],
+        wrong=True,
+    )
+    total = sum((run_share(asked, process) for process in range(3)), Counts())
+    assert sorted(seeds) == list(range(2_000_000, 2_000_006))
+    assert (total.engine_steps, total.eager) == (60, {"NO_KEY": 6})
