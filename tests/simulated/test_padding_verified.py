@@ -28,6 +28,7 @@ from graphrt import (
 from graphrt.errors import (
     BatchError,
     ConfigError,
+    DeviceReplayError,
     EnvironmentMismatchError,
     ForbiddenOperationError,
     ReentrantStepError,
@@ -75,6 +76,17 @@ def refused(model, expected="", **options):
         runtime.capture()
     assert expected in str(raised.value)
     return str(raised.value)
+
+
+def test_padding_that_is_no_index_says_that_padding_was_run():
+    table = torch.arange(10.0)
+    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(-1))
+    with make(lambda ids: torch.embedding(table[:, None], ids), inputs=[ids], examples=None) as it:
+        with pytest.raises(DeviceReplayError, match="index out of range") as raised:
+            it.capture(like={"ids": torch.arange(8)})
+        (note,) = raised.value.__notes__
+        assert "padded rows hold what the padding of their BufferSpec says" in note
+        assert note in next(iter(it.report().failures.values()))
 
 
 def conv(x):

@@ -278,7 +278,7 @@ def _check_paths(nodes: Iterable[Node], spec: OutputSpec, padded: Mapping[str, i
             if expected is not None and shape[dim] != expected:
                 raise ConfigError(
                     f"output {path!r}, dimension {dim}",
-                    expected=f"{shown(expected)}, the padded size of axis {axis!r}",
+                    expected=f"{shown(expected)}, the size of axis {axis!r}",
                     found=f"{shape[dim]}, in shape {shape}",
                     do="correct the axis; declare a length of another kind as a function of the "
                     "sizes",

@@ -176,7 +176,10 @@ class Comparisons:
         for sizes in self._sizes_to_pad(entry):
             # A batch of these sizes may have the rows that the full one left in scratch.
             state.restore(saved)
-            doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
+            doing = (
+                f"in the check of {subject} with a batch of sizes {dict(sizes)}, as it is and "
+                "padded: padded rows hold what the padding of their BufferSpec says"
+            )
             with of_example(), noting(doing):
                 call, others = executor.example_call(sizes, 1), captured and captured[0]
                 found = self.compare_padding(ready, call, host, others)

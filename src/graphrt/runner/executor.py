@@ -324,7 +324,9 @@ class Executor:
         ):
             outputs = self.fn(**views)
         if not self._hands_eager_out or staged is not sizes:
-            outputs = self.outputs.bind(outputs).unpad(sizes)
+            # Of a padded call those alone: an axis of no value is padded to whatever the key says.
+            padded = {axis: size for axis, size in staged.items() if size != sizes[axis]}
+            outputs = self.outputs.bind(outputs, padded or sizes).unpad(sizes)
         return outputs
 
     def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:
