@@ -216,7 +216,10 @@ class _Capture:
             # matter: it sets them anew in each run, and others may use the place between two runs.
             return library.device.owns(tensor) or storage_start(tensor) in inputs
 
-        return Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
+        found = Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
+        if known is not None:  # Of the same callable, so that its graphs read the same.
+            found.touched_of_resources = known.touched_of_resources
+        return found
 
     def make_program(self, reads: Reads, frozen: Sequence[Place], host: HostSnapshot) -> Program:
         """Make the program of what was recorded, in no generation yet. Errors leave no graph.

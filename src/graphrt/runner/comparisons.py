@@ -337,7 +337,10 @@ class Comparisons:
             runnable=executor.fn,
             before_warmup=before_warmup,
             tolerance=self.tolerance,
-            find_moved=ready.program.find_moved,
+            find_moved=lambda: (
+                *ready.program.find_moved(),
+                *ready.program.find_replaced_by_resources(),
+            ),
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.lockstep is None,
