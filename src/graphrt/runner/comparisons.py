@@ -341,6 +341,7 @@ class Comparisons:
                 *ready.program.find_moved(),
                 *ready.program.find_replaced_by_resources(),
             ),
+            kept=ready.program.unchecked,
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.lockstep is None,
