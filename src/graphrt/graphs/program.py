@@ -489,7 +489,8 @@ class Program:
                 segment.graph.reset()
         self.segments = ()
         self.outputs = None
-        self.externals = self.values = self.of_resources = self.suspected = ()
+        self.externals = self.values = ()
+        self.of_resources = self.suspected = ()
         self.reads = None
 
     def _install(self) -> None:
