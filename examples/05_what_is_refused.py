@@ -17,9 +17,10 @@ Output::
       EscapedAllocationError
         expected: memory of the recording held by outputs and static outputs alone
         found:    64 bytes kept by KEPT in keeps_memory_of_the_recording
-        do:       allocate it before the capture, return it in tensors and containers, or
-                  delete it before the callable returns; of a weight that a hook computes in
-                  each call: prune.remove, remove_weight_norm, or torch.nn.utils.parametrize
+        do:       allocate it before the capture, return it in tensors, tuples, lists, dicts
+                  and dataclasses, or delete it before the callable returns; of a weight that
+                  a hook computes in each call: prune.remove, remove_weight_norm, or
+                  torch.nn.utils.parametrize
     advances_a_state_that_nobody_declared
       StateAdvancedError
         expected: a callable that writes nothing but static buffers declared written, what
@@ -35,8 +36,10 @@ Output::
         found:    padding is read: other padded rows in x change the result
         do:       mask the padded rows, or declare what they hold (padding= of the
                   BufferSpec); reads_padding='why' if results are meant to depend on them. If
-                  only a row of state meant for padding differs: may_overwrite={tensor: 'input
-                  that indexes its rows'} compares the real rows alone
+                  an input holds lengths: examples in place of capture(like=...), which cuts
+                  rows and leaves values as they are. If only a row of state meant for padding
+                  differs: may_overwrite={tensor: 'input that indexes its rows'} compares the
+                  real rows alone
     a batch above the largest size, in strict mode
       MissError
         expected: a captured graph for every step (on_miss='strict')

@@ -130,13 +130,13 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def noting(doing: str) -> Iterator[None]:
-    """Around a call of the user's code: its errors get ``doing`` as a note, ours say it anyway."""
+    """Around a call of the user's code: its errors and those of its kernels get ``doing`` as a
+    note, other ones of ours say it anyway."""
     try:
         yield
-    except GraphrtError:
-        raise
     except Exception as error:
-        error.add_note(doing)
+        if not isinstance(error, GraphrtError) or isinstance(error, DeviceReplayError):
+            error.add_note(doing)
         raise
 
 

@@ -860,3 +860,16 @@ def test_error_of_an_eager_run_in_a_first_check_gets_no_note_of_replays() -> Non
         runner.capture()
     (note,) = raised.value.__notes__
     assert note.startswith("in the check of the first replay of ")
+
+
+def test_object_that_a_segment_passes_to_the_next_is_named_where_results_differ() -> None:
+    plan = break_point(lambda x: SimpleNamespace(total=x.sum(1, keepdim=True)))
+    scale = break_point(lambda x, planned: x * planned.total)
+    with (
+        rows_runner(lambda x: scale(x * 2, plan(x + 1)) + 1, modes=("PIECEWISE",)) as runner,
+        pytest.warns(UserWarning, match="kept as captured"),
+        pytest.raises(VerificationError) as raised,
+    ):
+        runner.capture()
+    assert raised.value.do.startswith("kept as captured, because nothing looks into")
+    assert "segment 1: " in raised.value.do

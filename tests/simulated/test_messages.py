@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from tests.lab import FULL, KEY, Lab, RuntimeLab, values
+from tests.lab import FULL, KEY, Lab, RuntimeLab, rows_runner, values
 
 from graphrt import (
     BatchDescriptor,
@@ -15,6 +15,7 @@ from graphrt import (
     GraphBudget,
     GraphLibrary,
     OutputSpec,
+    Padding,
     Runtime,
     SimulatedDevice,
     capture_program,
@@ -27,6 +28,7 @@ from graphrt.errors import (
     StaleInputError,
     StateAdvancedError,
     StaticBufferError,
+    VerificationError,
 )
 
 LINE = __file__.rpartition("/")[2]
@@ -229,6 +231,44 @@ def test_examples_that_return_nothing_are_a_config_error() -> None:
         pytest.raises(ConfigError, match="values by input name"),
     ):
         lab.runtime.capture()
+
+
+def test_examples_that_raise_are_named_with_the_sizes_that_were_asked() -> None:
+    with (
+        RuntimeLab(examples=lambda sizes: None) as lab,
+        pytest.raises(TypeError) as raised,
+    ):
+        lab.runtime.capture()
+    assert raised.value.__notes__[0].startswith("in examples({'tokens':")
+
+
+@pytest.mark.parametrize("length", [lambda sizes: sizes["n"] + 1, lambda sizes: 2.0])
+def test_length_of_an_output_that_is_none_names_its_function(length) -> None:
+    with rows_runner(lambda x: x * 2, outputs=OutputSpec({"": length})) as runner:
+        for run in (runner.capture, functools.partial(runner.run, {"x": torch.ones(2, 4)})):
+            with pytest.raises(ConfigError) as raised:
+                run()
+            assert raised.value.do == "correct the function in OutputSpec"
+
+
+def test_lengths_that_like_leaves_as_they_are_are_named_as_a_cause() -> None:
+    """The batch is cut to fewer columns, of which ``length`` knows nothing."""
+
+    def sums(x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (x * (torch.arange(x.shape[1]) < length[:, None])).sum(1)
+
+    runner = CUDAGraphRunner(
+        sums,
+        inputs=[
+            BufferSpec("x", ("rows", "columns"), torch.float32),
+            BufferSpec("length", ("rows",), torch.int64, Padding.zero()),
+        ],
+        outputs=OutputSpec({"": "rows"}),
+        sizes={"rows": [2], "columns": [4, 8]},
+        device="simulated",
+    )
+    with runner, pytest.raises(VerificationError, match="an input holds lengths: examples"):
+        runner.capture(like={"x": torch.randn(2, 8), "length": torch.tensor([8, 7])})
 
 
 def test_full_budget_of_invalid_programs_advises_to_retire() -> None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ from graphrt import (
 from graphrt.errors import (
     BatchError,
     ConfigError,
+    DeviceReplayError,
     EnvironmentMismatchError,
+    EscapedAllocationError,
     ForbiddenOperationError,
     ReentrantStepError,
     UnkeyedValueError,
@@ -75,6 +78,22 @@ def refused(model, expected="", **options):
         runtime.capture()
     assert expected in str(raised.value)
     return str(raised.value)
+
+
+def test_padding_that_is_no_index_says_that_padding_was_run():
+    table = torch.arange(10.0)
+    ids = BufferSpec("ids", ("tokens",), torch.int64, Padding.fill(-1))
+    with make(lambda ids: torch.embedding(table[:, None], ids), inputs=[ids], examples=None) as it:
+        with pytest.raises(DeviceReplayError, match="index out of range") as raised:
+            it.capture(like={"ids": torch.arange(8)})
+        (note,) = raised.value.__notes__
+        assert "padded rows hold what the padding of their BufferSpec says" in note
+        assert note in next(iter(it.report().failures.values()))
+
+
+@break_point
+def half(x):
+    return x / 2
 
 
 def conv(x):
@@ -607,10 +626,43 @@ def test_nothing_to_compare_warns_and_is_refused_in_strict_mode():
 
 
 def test_opaque_outputs_alone_are_named_as_what_is_not_compared():
-    strict = {"asked": {"on_miss": "strict"}, "outputs": OutputSpec({})}
+    strict, cache = {"asked": {"on_miss": "strict"}, "outputs": OutputSpec({})}, object()
     for cut, path in ((slice(1, None), "[0]"), (1, "the result")):
-        told = refused(lambda x, cut=cut: (x * 2, object())[cut], **strict)
+        told = refused(lambda x, cut=cut: (x * 2, cache)[cut], **strict)
         assert f"nothing but opaque values, which are not compared: {path}" in told
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x: SimpleNamespace(rows=x),
+        lambda x: SimpleNamespace(rows=half(x)),
+        lambda x: SimpleNamespace(num_rows=len(x)),
+        lambda x: iter([len(x)]),
+    ],
+    ids=["input", "segment", "host", "iterator"],
+)
+def test_opaque_result_that_each_run_makes_anew_is_refused(mode, result):
+    """A replay would return that of the capture, as large as the key, at every step."""
+    kind = type(result(torch.ones(1, 3))).__name__
+    outputs = OutputSpec({"0": "tokens"})
+    with make(lambda x: (x * 2, result(x)), outputs=outputs, mode=mode) as runtime:
+        with pytest.raises((VerificationError, EscapedAllocationError)) as raised:
+            runtime.capture()
+        assert f" a {kind}" in raised.value.found
+        values = examples({"tokens": 3}, 0).values
+        assert runtime.step(values)[1] is not runtime.step(values)[1]
+
+
+def test_opaque_result_that_every_run_returns_is_served():
+    cache = SimpleNamespace(rows=torch.zeros(8, 3))
+    with make(lambda x: (x * 2, cache), outputs=OutputSpec({"0": "tokens"})) as runtime:
+        runtime.capture()
+        x = torch.ones(3, 3)
+        rows, found = runtime.step({"x": x})
+        assert (runtime.last_decision.mode.name, found) == ("FULL", cache)
+        assert torch.equal(rows, x * 2)
 
 
 def test_prepare_that_counts_is_named_as_a_cause_of_bits_that_vary():

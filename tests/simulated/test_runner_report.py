@@ -327,7 +327,7 @@ def test_memory_read_of_a_full_device_stays_a_report() -> None:
     ("fails_at", "where"),
     [
         ({8}, "in a warm-up of double, FULL, BatchDescriptor(num_tokens=8"),
-        ({3}, "with a batch of sizes {'n': 3}, unpadded"),
+        ({3}, "with a batch of sizes {'n': 3}, as it is and padded"),
     ],
 )
 def test_error_of_the_callable_says_where_it_was_raised(fails_at, where) -> None:

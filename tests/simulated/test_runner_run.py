@@ -335,6 +335,19 @@ def test_run_of_values_padded_to_the_chosen_key_cuts_them(by_key, captured):
             runner.run(padded(alone, {"batch": 4, "length": 5}), sizes=real)
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_eager_output_of_another_length_than_its_axis_raises(pads):
+    """A graph of it is refused when it is bound; an eager run would return half of the rows."""
+    twice = OutputSpec({"": "n"})
+    rows = 8 if pads else 3
+    with (
+        rows_runner(lambda x: torch.cat((x, x)), (8,), outputs=twice) as runner,
+        pytest.raises(ConfigError, match=f"expected: {rows}, the size of axis 'n'") as raised,
+    ):
+        runner.run({"x": torch.ones(rows, 4)}, sizes={"n": 3} if pads else None)
+    assert f"found:    {2 * rows}" in str(raised.value)
+
+
 def test_decide_says_the_key_of_real_sizes():
     with make() as runner:
         assert runner.decide({"batch": 1, "length": 1}).reason is Reason.NOT_CAPTURED_YET

@@ -167,11 +167,15 @@ def test_compare_of_host_values_wants_equal_type_and_value() -> None:
     assert not compare(0.0, -0.0).is_equal
 
 
-def test_compare_of_opaque_values_lists_them() -> None:
-    found = compare({"cache": object()}, {"cache": object()})
+def test_compare_of_one_opaque_value_lists_it_and_of_two_tells_them_apart() -> None:
+    cache = object()
+    found = compare({"cache": cache}, {"cache": cache})
     assert found.is_equal
     assert found.unchecked == ("['cache']",)
-    assert not compare(object(), 1).is_equal
+    assert "['cache']: expected a object, found another" in str(
+        compare({"cache": cache}, {"cache": object()})
+    )
+    assert not compare(cache, 1).is_equal
 
 
 def test_compare_ignores_strides() -> None:

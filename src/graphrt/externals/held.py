@@ -102,6 +102,31 @@ class HeldTensor:
         return not self.layout or _layout(current) == self.layout
 
 
+class HeldByResource(NamedTuple):
+    """A tensor that a resource may set anew before each run, and that a graph reads where it was.
+
+    ``way``: The places from the resource to it, which may lead through other objects each time.
+    """
+
+    held: HeldTensor
+    way: tuple[Place, ...]
+
+    def was_replaced(self) -> bool:
+        """True if another object stands on the way, or there."""
+        return any(place.read() is not place.value for place in self.way)
+
+    def has_moved(self) -> bool:
+        """True if other memory stands there now. Its shape may be that of each batch."""
+        value = self.way[0].owner
+        for place in self.way:
+            if type(value) is not type(place.owner):
+                return True
+            value = READ[place.kind](value, place.name)
+        value = self.held.part_of(value)
+        is_strided = is_tensor(value) and value.layout is torch.strided
+        return not is_strided or value.data_ptr() != self.held.tensor.data_ptr()
+
+
 class TensorRef(NamedTuple):
     """A tensor that a program touches or could touch; several may lie in one storage."""
 
@@ -155,6 +180,11 @@ class Reads:
         if not breaks:
             found = found.outside_breaks or found
         of_resources = _parts_of(prepared)
+
+        def is_prepared(place: Place) -> bool:
+            # A module in a resource is the model's, and stays.
+            return id(place.owner) in of_resources and not _is_module(place.value)
+
         values: list[Place] = []
         unread: list[Unwatched] = []
         links: list[Place] = []
@@ -175,7 +205,7 @@ class Reads:
                         raise
                     because = f"code of its class raises {type(error).__name__}"
                     unread.append(Unwatched(place.path, name_of(type(value)), because))
-            elif id(place.owner) not in of_resources:
+            elif not is_prepared(place):
                 (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
         """Named host values."""
@@ -195,10 +225,13 @@ class Reads:
         """The host values, as of the last look for a capture."""
         self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
-        self.prepared = frozenset(
-            place.path for place in self._found if id(place.owner) in of_resources
-        )
+        self.prepared = frozenset(place.path for place in filter(is_prepared, self._found))
         """Names of what resources own."""
+        # What stands in them: the places that lead there.
+        self._of_resources = {id(place.value): place for place in filter(is_prepared, self._found)}
+        self.touched_of_resources: set[str] = set()
+        """Names of what resources own and graphs of the callable are known to read."""
+        self._by_resource: dict[str, HeldByResource] = {}
         boxes = [box for item in found.objects.values() for box in _boxes(item)]
         boxes += [attributes_of(kind) for kind in found.spaces if isinstance(kind, type)]
         self._boxes = [box for box in boxes if type(box) is dict]
@@ -222,6 +255,23 @@ class Reads:
     _value_columns = cached_property(lambda self: Columns(self.values))
     _tensor_columns = cached_property(lambda self: Columns(self.tensors))
 
+    def held_by_resources(self, held: Iterable[HeldTensor]) -> list[HeldByResource]:
+        """Those of the ``held`` that resources own and that a graph of the callable is known to
+        read: of this program, or of an earlier one where this one was not observed."""
+        found = []
+        for item in held:
+            if item.name not in self.prepared or item.storage is None or item.place is None:
+                continue
+            if item.touched:
+                self.touched_of_resources.add(item.name)
+            if item.name in self.touched_of_resources:
+                way = [item.place]
+                while (above := self._of_resources.get(id(way[0].owner))) and len(way) < 32:
+                    way.insert(0, above)
+                found.append(HeldByResource(item, tuple(way)))
+                self._by_resource[item.name] = found[-1]
+        return found
+
     def is_of(self, target: object, *, breaks: bool) -> bool:
         """True for a walk of ``target``, with what break points alone reach or without."""
         return self.target is target and (self.breaks == breaks or not self._has_breaks)
@@ -229,6 +279,8 @@ class Reads:
     def leads_to_the_same(self) -> bool:
         """True if another walk would find the same objects now. Updates ``now``."""
         if not self.has_same_links():
+            return False
+        if any(item.was_replaced() for item in self._by_resource.values()):
             return False
         self.now = self._read_values()
         changed = (p for p, was in zip(self.now, self.values, strict=True) if p is not was)

@@ -38,7 +38,7 @@ from graphrt.graphs.resources import StateGuard
 from graphrt.graphs.scope import CALL_INNER, CaptureOptions, CaptureScope
 from graphrt.graphs.signature import Signature
 from graphrt.graphs.writes import Write, observed_writes, storage_of
-from graphrt.values import parameters_of, storage_start, tensors_of
+from graphrt.values import parameters_of, storage_start, tensors_of, walk
 
 
 def capture_program(
@@ -216,7 +216,10 @@ class _Capture:
             # matter: it sets them anew in each run, and others may use the place between two runs.
             return library.device.owns(tensor) or storage_start(tensor) in inputs
 
-        return Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
+        found = Reads(fn, is_ours, self.options.prepared, breaks=breaks, reached=walk())
+        if known is not None:  # Of the same callable, so that its graphs read the same.
+            found.touched_of_resources = known.touched_of_resources
+        return found
 
     def make_program(self, reads: Reads, frozen: Sequence[Place], host: HostSnapshot) -> Program:
         """Make the program of what was recorded, in no generation yet. Errors leave no graph.
@@ -276,13 +279,17 @@ class _Capture:
             if _matches(holder, self.options.allow_escape):
                 continue
             place = f", allocated at {block.source}" if block.source else ""
+            opaque = {type(n.value).__name__ for n in walk(recorder.outputs) if n.kind == "opaque"}
+            unseen = f", or by a {'/'.join(sorted(opaque))} in the result" if opaque else ""
             raise EscapedAllocationError(
                 holder,
                 expected="memory of the recording held by outputs and static outputs alone",
-                found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder'}{place}",
-                do="allocate it before the capture, return it in tensors and containers, or delete "
-                "it before the callable returns; of a weight that a hook computes in each call: "
-                "prune.remove, remove_weight_norm, or torch.nn.utils.parametrize",
+                found=f"{block.num_bytes} bytes kept by {holder or 'an unknown holder' + unseen}"
+                f"{place}",
+                do="allocate it before the capture, return it in tensors, tuples, lists, dicts and "
+                "dataclasses, or delete it before the callable returns; of a weight that a hook "
+                "computes in each call: prune.remove, remove_weight_norm, or "
+                "torch.nn.utils.parametrize",
             )
 
     def _refuse_mutated_inputs(

@@ -585,6 +585,10 @@ class GraphLibrary:
         owners = dict.fromkeys(program.owner for program in self._of_owner(owner))
         return sum(len(self._invalidate(one, self._of_owner(one), {})) for one in owners)
 
+    def invalidate_moved(self, program: Program, names: Sequence[str]) -> None:
+        """Make ``program`` invalid, because of what was found beside ``check_externals``."""
+        self._invalidate(program.owner, [program], {program: names})
+
     def _invalidate(
         self, owner: str, programs: Iterable[Program], moved: Mapping[Program, Sequence[str]]
     ) -> list[Program]:

@@ -186,11 +186,23 @@ def _cache_key(axes: Mapping[str, Mapping[int, Length]]) -> Callable[[Any], Any]
 def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
     subject = f"output {path!r}"
     if callable(length):
-        real = length(n)
-    elif isinstance(n, int):
+        told = length(n)
+        try:
+            real = operator.index(told)
+        except TypeError:
+            real = -1
+        if not 0 <= real <= padded:
+            raise ConfigError(
+                subject,
+                expected=f"a whole number of 0 to {padded}, of the function that says its length",
+                found=f"{shown(told)} for {n}",
+                do="correct the function in OutputSpec",
+            )
+        return real
+    if isinstance(n, int):
         real = n
     elif length in n:
-        real = n[length]
+        real = whole_number(subject, n[length])
     else:
         raise InputMismatchError(
             subject,
@@ -198,7 +210,6 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
             found=f"sizes of {', '.join(map(str, n))}",
             do="pass the sizes of every declared axis to unpad()",
         )
-    real = whole_number(subject, real)
     if not 0 <= real <= padded:
         raise InputMismatchError(
             subject,
@@ -278,7 +289,7 @@ def _check_paths(nodes: Iterable[Node], spec: OutputSpec, padded: Mapping[str, i
             if expected is not None and shape[dim] != expected:
                 raise ConfigError(
                     f"output {path!r}, dimension {dim}",
-                    expected=f"{shown(expected)}, the padded size of axis {axis!r}",
+                    expected=f"{shown(expected)}, the size of axis {axis!r}",
                     found=f"{shape[dim]}, in shape {shape}",
                     do="correct the axis; declare a length of another kind as a function of the "
                     "sizes",

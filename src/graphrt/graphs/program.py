@@ -11,6 +11,8 @@ import keyword
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from itertools import compress
+from operator import not_
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -26,7 +28,7 @@ from graphrt.errors import (
     StreamRaceError,
     UnkeyedValueError,
 )
-from graphrt.externals.held import HeldTensor, Lookup, Reads
+from graphrt.externals.held import HeldByResource, HeldTensor, Lookup, Reads
 from graphrt.externals.places import Place
 from graphrt.externals.unwatched import Unwatched
 from graphrt.graphs.generated import make_function
@@ -290,6 +292,11 @@ class Program:
     has_eager: bool = field(init=False)
     is_compared: bool = field(init=False, default=False)
     moved: tuple[str, ...] | None = field(init=False, default=None)
+    of_resources: Sequence[HeldByResource] = field(init=False)
+    """What resources own of what it reads, and have not been seen to replace."""
+    suspected: Sequence[HeldByResource] = field(init=False, default=())
+    """What they have replaced, perhaps because another key has its own: whether a replay would
+    read the right memory can be told only when they are prepared for it."""
     _ignored: frozenset[str] = field(init=False)
     _filename: str = field(init=False)
     _function: Replay = field(init=False)
@@ -303,6 +310,7 @@ class Program:
         self.segments, self.externals = tuple(self.segments), tuple(self.externals)
         assert self.reads is not None, "let go of when it is retired"
         self.values, self._ignored = tuple(self.values), self.reads.prepared
+        self.of_resources = self.reads.held_by_resources(self.externals)
         self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
         self._filename = _free_filename(self.title)
         guard = (self.replaying, self.title) if self.has_eager else None
@@ -389,22 +397,29 @@ class Program:
         return len(self.segments) - self.num_graphs
 
     @property
-    def sources(self) -> tuple[Sequence[HeldTensor], Sequence[Place], Reads | None, frozenset[str]]:
-        """What ``watched_tensors`` (all) and ``watched_values`` (all but the first) are told from:
-        while these are the same objects, so are the answers."""
-        return self.externals, self.values, self.reads, self._ignored
+    def sources(
+        self,
+    ) -> tuple[Sequence[HeldTensor], Sequence[Place], Reads | None, frozenset[str], Sequence[Any]]:
+        """What ``watched_tensors`` (all) and ``watched_values`` (the second to fourth) are told
+        from: while these are the same objects, so are the answers."""
+        return self.externals, self.values, self.reads, self._ignored, self.suspected
 
     def watched_tensors(self) -> list[HeldTensor]:
         """The tensors whose replacement makes it wrong.
 
         Where the device cannot see all that a graph reads, all tensors that it holds.
         """
-        ignored = self._ignored
+        ignored, suspected = self._ignored, {item.held.name for item in self.suspected}
         return [
             item
             for item in self.externals
-            if item.touched or not (self.knows_externals or item.name in ignored)
+            if (item.touched and item.name not in suspected)
+            or not (self.knows_externals or item.name in ignored)
         ]
+
+    def watched_ways(self) -> list[Place]:
+        """The places in resources that lead to tensors which it reads."""
+        return [place for item in self.of_resources for place in item.way[:-1]]
 
     def watched_values(self) -> list[Place]:
         """The host values whose replacement makes it wrong."""
@@ -415,6 +430,10 @@ class Program:
         """Names of what it reads that another storage, value or code stands behind now."""
         if self.reads is None:
             return []
+        replaced = [item.was_replaced() for item in self.of_resources]
+        if any(replaced):
+            self.suspected = [*self.suspected, *compress(self.of_resources, replaced)]
+            self.of_resources = list(compress(self.of_resources, map(not_, replaced)))
         tensors = self.watched_tensors()
         found = (lookup or Lookup()).find(self.reads, tensors, self.values)
         moved = [name for name in found.moved if name not in self._ignored]
@@ -424,6 +443,10 @@ class Program:
             self.externals = (*found.tensors, *others)
             self.reads, self.values = found.reads, tuple(found.values)
         return moved
+
+    def find_replaced_by_resources(self) -> list[str]:
+        """Names of what is suspected that resources, prepared for its key, have put elsewhere."""
+        return [item.held.name for item in self.suspected if item.has_moved()]
 
     def settle(self, lookup: Lookup) -> None:
         """Leave out what the callable has itself changed since the capture: counters, flags.
@@ -467,6 +490,7 @@ class Program:
         self.segments = ()
         self.outputs = None
         self.externals = self.values = ()
+        self.of_resources = self.suspected = ()
         self.reads = None
 
     def _install(self) -> None:

@@ -211,9 +211,11 @@ class Watch:
         self._sources = sources
         seen: set[tuple[object, ...]] = set()
         for program in added:
-            items: Iterable[HeldTensor | Place] = program.watched_tensors()
+            items: Iterable[HeldTensor | Place] = chain(
+                program.watched_tensors(), program.watched_ways()
+            )
             # Host values are listed once for many programs.
-            _, values, reads, ignored = program.sources
+            _, values, reads, ignored, _ = program.sources
             if (listed := (id(values), id(reads), ignored)) not in seen:
                 seen.add(listed)
                 links = () if program.reads is None else program.reads.links

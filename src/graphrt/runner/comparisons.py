@@ -176,7 +176,10 @@ class Comparisons:
         for sizes in self._sizes_to_pad(entry):
             # A batch of these sizes may have the rows that the full one left in scratch.
             state.restore(saved)
-            doing = f"in the check of {subject} with a batch of sizes {dict(sizes)}, unpadded"
+            doing = (
+                f"in the check of {subject} with a batch of sizes {dict(sizes)}, as it is and "
+                "padded: padded rows hold what the padding of their BufferSpec says"
+            )
             with of_example(), noting(doing):
                 call, others = executor.example_call(sizes, 1), captured and captured[0]
                 found = self.compare_padding(ready, call, host, others)
@@ -334,7 +337,11 @@ class Comparisons:
             runnable=executor.fn,
             before_warmup=before_warmup,
             tolerance=self.tolerance,
-            find_moved=ready.program.find_moved,
+            find_moved=lambda: (
+                *ready.program.find_moved(),
+                *ready.program.find_replaced_by_resources(),
+            ),
+            kept=ready.program.unchecked,
             observer=self.observer,
             num_runs=num_runs,
             can_repeat=self.lockstep is None,

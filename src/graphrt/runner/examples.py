@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.config.checked import check_type
-from graphrt.errors import InputMismatchError
+from graphrt.errors import InputMismatchError, noting
 from graphrt.verify import compare
 
 Sizes = Mapping[str, int]
@@ -38,9 +38,10 @@ Examples = Callable[[Sizes, int], Example | Values]
 
 def make_example(examples: Examples, sizes: Sizes, seed: int) -> Example:
     """What ``examples`` returns. Errors: ``ConfigError`` where that is no batch."""
-    made = examples(sizes, seed)
-    example = made if isinstance(made, Example) else Example(made)
     given, expected = f"examples({dict(sizes)}, {seed})", "an Example, or values by input name"
+    with noting(f"in {given}"):
+        made = examples(sizes, seed)
+    example = made if isinstance(made, Example) else Example(made)
     check_type(given, example.values, Mapping, expected, "return {name: tensor} for every input")
     return example
 

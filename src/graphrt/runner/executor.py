@@ -12,7 +12,7 @@ import torch
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import InputMismatchError, UnkeyedValueError
+from graphrt.errors import InputMismatchError, InvalidProgramError, UnkeyedValueError
 from graphrt.externals import autocast_dtype, autocast_error
 from graphrt.graphs import (
     BoundBuffers,
@@ -91,7 +91,12 @@ class ReadyGraph:
     has_eager: bool
     check: Callable[[Any], None] | None
     """Called with ``step_info`` before each replay, where there is something to compare: every
-    address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``."""
+    address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``,
+    what resources were seen to replace."""
+
+    def is_to_check(self) -> bool:
+        """True if there is something to compare since it was made."""
+        return self.check is None and bool(self.program.suspected)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,7 +232,8 @@ class Executor:
         is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self.has_step_info
         is_constant = program.reads_step_info and program.key in self._constant_info
-        if not (is_pointer or never_informed or is_constant or program.autocast):
+        is_suspect = bool(program.suspected)
+        if not (is_pointer or never_informed or is_constant or program.autocast or is_suspect):
             return None
         constant = self._constant_info.get(program.key)
 
@@ -251,6 +257,15 @@ class Executor:
                     found=repr(step_info),
                     do="vary it with the seed of the example, and read in an eager segment what "
                     "changes from step to step",
+                )
+            if program.suspected and (names := program.find_replaced_by_resources()):
+                self.library.invalidate_moved(program, names)
+                raise InvalidProgramError(
+                    program.title,
+                    expected="what resources own and graphs read, where it was at the capture",
+                    found=f"replaced by prepare(): {', '.join(names)}",
+                    do="let prepare() write into the tensors that it finds, of the largest size; "
+                    "steps run eager now, until capture() is called again",
                 )
             if is_pointer:
                 program.check((), bound.views)
@@ -324,7 +339,9 @@ class Executor:
         ):
             outputs = self.fn(**views)
         if not self._hands_eager_out or staged is not sizes:
-            outputs = self.outputs.bind(outputs).unpad(sizes)
+            # Of a padded call those alone: an axis of no value is padded to whatever the key says.
+            padded = {axis: size for axis, size in staged.items() if size != sizes[axis]}
+            outputs = self.outputs.bind(outputs, padded or sizes).unpad(sizes)
         return outputs
 
     def padding_of(self, key: BatchDescriptor, sizes: Sizes) -> dict[str, torch.Tensor]:

@@ -600,6 +600,7 @@ class _Run:
                 state=state,
                 runnable=fn,
                 before_warmup=host,
+                kept=[name for program in programs for name in program.unchecked],
                 observer=self.library.emit,
                 num_runs=NUM_ADVANCING_RUNS if host is not None and host.advances else 1,
             )

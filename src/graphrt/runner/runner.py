@@ -334,9 +334,9 @@ class CUDAGraphRunner:
         those that follow: tensors by input name, or an ``Example`` with the ``step_info`` that its
         steps have, which is passed as it is. Its rows are repeated or cut to the sizes of each key,
         and rotated by the seed, so that contents stay valid where rows do not depend on each other.
-        Give ``examples`` where values of a row point at other rows of the same batch (token ->
-        request), several rows belong together (the tokens of a prompt), or ``step_info`` has to
-        agree with the sizes.
+        Give ``examples`` where values count rows of the same batch (lengths) or point at them
+        (token -> request), several rows belong together (the tokens of a prompt), or ``step_info``
+        has to agree with the sizes.
 
         A program may be dispatched to only after its first replay, on inputs other than those it
         was captured with, equalled eager execution. Runs before that are eager
@@ -769,7 +769,7 @@ class CUDAGraphRunner:
         for (mode, _), entry in self._keys.entries.items():
             if entry.reason is Reason.HIT:
                 known = self._ready[mode].get(id(entry.key))
-                if known is None or known.program is not entry.program:
+                if known is None or known.program is not entry.program or known.is_to_check():
                     known = self._executor.make_ready(entry)
                 ready[mode][id(entry.key)] = known
         self._prospects = None

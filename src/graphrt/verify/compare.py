@@ -20,6 +20,10 @@ from graphrt.errors import shown
 from graphrt.values import Node, as_bits, dotted, format_path, same_host_value, walk
 
 _MAX_SHOWN = 4
+_OPAQUE = (
+    "another one, which nothing looks into: return tensors and host values, in tuples, lists, "
+    "dicts or dataclasses, or the same object in every run"
+)
 
 
 class Difference(NamedTuple):
@@ -53,7 +57,7 @@ class Comparison:
     num_compared: int
     """Tensors and host values that were compared, without empty ones and None."""
     unchecked: tuple[str, ...]
-    """Paths of opaque values, which are not compared."""
+    """Paths of opaque values: they are the same object, whose contents are not compared."""
     max_abs_difference: float
     """Over all tensors, tolerated ones too; NaN if a difference could not be taken."""
     num_ties: int = 0
@@ -119,7 +123,10 @@ def compare(
         if one.kind != other.kind or (one.kind == "container" and not _same_container(one, other)):
             differences.append(Difference(path, _describe(one), _describe(other)))
         elif one.kind == "opaque":
-            unchecked.append(path)
+            if one.value is other.value:
+                unchecked.append(path)
+            else:
+                differences.append(Difference(path, f"a {_describe(one)}", _OPAQUE))
         elif one.kind == "tensor":
             num_compared += one.value.numel() > 0
             difference, size, ties, share = _compare_tensors(

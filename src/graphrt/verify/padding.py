@@ -498,5 +498,6 @@ def _padding_read_error(
         found=f"padding is read: other padded rows in {', '.join(alone or names)} change {outcome}",
         do=f"{rounding if is_rounding else ''}mask the padded rows, or declare what they hold "
         "(padding= of the BufferSpec); reads_padding='why' if results are meant to depend on them. "
-        f"{_STATE_OF_PADDING}",
+        "If an input holds lengths: examples in place of capture(like=...), which cuts rows and "
+        f"leaves values as they are. {_STATE_OF_PADDING}",
     )

@@ -8,7 +8,7 @@ show that, and only if both sides start from the same state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ def check_replay(
     before_warmup: HostSnapshot | None = None,
     tolerance: float | None = None,
     find_moved: Callable[[], Iterable[str]] = tuple,
+    kept: Sequence[str] = (),
     observer: Observer | None = None,
     num_runs: int = 1,
     can_repeat: bool = True,
@@ -102,6 +103,7 @@ def check_replay(
     if for the first time, which is the only way to see a value memoised from warm-up inputs.
     ``tolerance``: as for ``compare``; None asks for equal bits.
     ``find_moved``: called after a difference; names tensors that moved since the capture.
+    ``kept``: names of objects that the program keeps as captured, and that nothing compares.
     ``num_runs``: how many runs in succession of each side are compared, all from the same state but
     with the host values that the run before left: ``NUM_ADVANCING_RUNS`` where ``before_warmup``
     says that runs advance some, because one run may find those of the capture by chance.
@@ -167,6 +169,7 @@ def check_replay(
                     found=str(verification),
                     do=_advice(
                         ", ".join(find_moved()),
+                        ", ".join(kept),
                         can_repeat and guarded.varies(saved, replay_at_first),
                         verification.hooks,
                         before_warmup,
@@ -306,6 +309,7 @@ def warn_unverified(subject: str, *, expected: str, found: str, do: str, is_stri
 
 def _advice(
     moved: str,
+    kept: str,
     varies: bool,
     hooks: tuple[ForwardHook, ...],
     before_warmup: HostSnapshot | None,
@@ -315,6 +319,8 @@ def _advice(
     causes = []
     if moved:
         causes.append(f"moved since the capture: {moved}")
+    if kept:
+        causes.append(f"kept as captured, because nothing looks into objects of its kind: {kept}")
     if varies:
         causes.append(VARYING)
     if state.poisoned:
