@@ -263,6 +263,8 @@ class Program:
     it was off. ``reads_step_info``: True if a graph holds what the forward context said of the
     step. ``device``, ``replaying``, ``stale_check``: those of its library.
     ``moved``: what was replaced, once it is invalid; empty if it was made so by hand.
+    ``suspected``: what resources own of what it reads and have replaced, perhaps because another
+    key has its own: only once they are prepared can be told whether a replay reads the right one.
     ``check``: raises unless the arguments are those that were captured. ``replay``: launches the
     segments; the first call of ``check`` installs it.
     """
@@ -292,11 +294,8 @@ class Program:
     has_eager: bool = field(init=False)
     is_compared: bool = field(init=False, default=False)
     moved: tuple[str, ...] | None = field(init=False, default=None)
-    of_resources: Sequence[HeldByResource] = field(init=False)
-    """What resources own of what it reads, and have not been seen to replace."""
     suspected: Sequence[HeldByResource] = field(init=False, default=())
-    """What they have replaced, perhaps because another key has its own: whether a replay would
-    read the right memory can be told only when they are prepared for it."""
+    _of_resources: Sequence[HeldByResource] = field(init=False)
     _ignored: frozenset[str] = field(init=False)
     _filename: str = field(init=False)
     _function: Replay = field(init=False)
@@ -310,7 +309,7 @@ class Program:
         self.segments, self.externals = tuple(self.segments), tuple(self.externals)
         assert self.reads is not None, "let go of when it is retired"
         self.values, self._ignored = tuple(self.values), self.reads.prepared
-        self.of_resources = self.reads.held_by_resources(self.externals)
+        self._of_resources = self.reads.held_by_resources(self.externals)
         self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
         self._filename = _free_filename(self.title)
         guard = (self.replaying, self.title) if self.has_eager else None
@@ -419,7 +418,7 @@ class Program:
 
     def watched_ways(self) -> list[Place]:
         """The places in resources that lead to tensors which it reads."""
-        return [place for item in self.of_resources for place in item.way[:-1]]
+        return [place for item in self._of_resources for place in item.way[:-1]]
 
     def watched_values(self) -> list[Place]:
         """The host values whose replacement makes it wrong."""
@@ -430,10 +429,10 @@ class Program:
         """Names of what it reads that another storage, value or code stands behind now."""
         if self.reads is None:
             return []
-        replaced = [item.was_replaced() for item in self.of_resources]
+        replaced = [item.was_replaced() for item in self._of_resources]
         if any(replaced):
-            self.suspected = [*self.suspected, *compress(self.of_resources, replaced)]
-            self.of_resources = list(compress(self.of_resources, map(not_, replaced)))
+            self.suspected = [*self.suspected, *compress(self._of_resources, replaced)]
+            self._of_resources = list(compress(self._of_resources, map(not_, replaced)))
         tensors = self.watched_tensors()
         found = (lookup or Lookup()).find(self.reads, tensors, self.values)
         moved = [name for name in found.moved if name not in self._ignored]
@@ -490,7 +489,7 @@ class Program:
         self.segments = ()
         self.outputs = None
         self.externals = self.values = ()
-        self.of_resources = self.suspected = ()
+        self._of_resources = self.suspected = ()
         self.reads = None
 
     def _install(self) -> None:
