@@ -560,6 +560,17 @@ def test_level_1_counts_graphs_and_recompiles_with_their_reason():
             assert_equal(found, Broken()(**values(3, 2)))
 
 
+def test_level_1_counts_no_graph_that_did_not_compile():
+    plan = resolve(
+        RuntimeConfig(compilation=CompilationConfig(level=1, backend=f"{__name__}.failing"))
+    ).compile
+    stock = Stock(lambda x: x + 1, plan)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="failing, compiling graph_0"):
+            stock(torch.ones(2))
+    assert stock.report is None
+
+
 def test_level_1_refuses_to_compile_inside_a_recording():
     def refuse_now():
         raise CompileDuringCaptureError("compile level 1")

@@ -635,12 +635,12 @@ def test_attribute_changed_after_the_trace_is_refused():
             lab.step(MAX_TOKENS, 2)
 
 
-@pytest.mark.parametrize("change", ["hook", "rebound", "length"])
+@pytest.mark.parametrize("change", ["hook", "rebound", "length", "gone"])
 def test_structure_changed_after_the_trace_is_refused(change):
     class Two(Formula):
         def __init__(self):
             super().__init__()
-            self.parts = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.ReLU()])
+            self.parts = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)])
 
         def between(self, hidden):
             for part in self.parts:
@@ -653,8 +653,12 @@ def test_structure_changed_after_the_trace_is_refused(change):
             parts[0].register_forward_hook(lambda module, args, out: out + 1)
         elif change == "rebound":
             parts[1] = torch.nn.Sigmoid()
-        else:
+        elif change == "length":
             parts.append(torch.nn.Tanh())
+        else:
+            del lab.model.parts
+            with pytest.raises(GuardAuditError, match="parts"):  # The code itself reads it.
+                lab.step(MAX_TOKENS, 2)
         with pytest.raises(GuardAuditError, match="parts"):
             lab.runtime.check_externals()
 

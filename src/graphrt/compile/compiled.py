@@ -208,7 +208,12 @@ class Compiled:
             self.is_audit_due = False
         if trace.audit.at_calls:
             trace.audit.check_call()
-        return trace.call(*args, **kwargs)
+        try:
+            return trace.call(*args, **kwargs)
+        except Exception:
+            if not trace.audit.at_calls:
+                trace.audit.check()  # What it reads may be there no more.
+            raise
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
