@@ -223,6 +223,22 @@ def test_option_that_inductor_does_not_have_is_named():
     assert "inductor_compile_config" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("epilogue_fusion", "no"), ("cpp.threads", "2"), ("max_autotune_gemm_backends", 3)],
+)
+def test_option_of_inductor_with_a_value_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"inductor_compile_config\.{name}") as caught:
+        compile_alone(chain(Layers()), backend="inductor", inductor_compile_config={name: value})
+    assert repr(value) in caught.value.found
+
+
+def test_option_of_inductor_that_may_have_several_types_is_taken():
+    options = {"joint_custom_pre_pass": None, "cpp.simdlen": None, "debug_index_asserts": True}
+    plan = CompilationConfig(level=3, backend="inductor", inductor_compile_config=options)
+    Compiled(chain(Layers()), resolve(RuntimeConfig(compilation=plan)).compile, limits={})
+
+
 def test_backend_that_raises_is_named_with_piece_and_cause():
     with pytest.raises(BackendError, match=r"failing, compiling piece 0(.|\n)*no such luck") as it:
         compile_alone(chain(Layers()), backend=f"{__name__}.failing")

@@ -28,7 +28,7 @@ from graphrt.compile.ranges import Range
 from graphrt.compile.splitter import callable_at
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
-from graphrt.errors import BackendError, ConfigError, GraphrtError
+from graphrt.errors import BackendError, ConfigError, GraphrtError, shown
 from graphrt.events import CacheMiss
 from graphrt.externals.environment import FLAGS
 from graphrt.values import tensors_of
@@ -231,15 +231,20 @@ def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _check_options(options: Any) -> None:
-    """Errors: ``ConfigError`` for what is no option of Inductor."""
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Errors: ``ConfigError`` for what is no option of Inductor, or not a value of its type."""
     known = inductor_config.get_config_copy()
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.0)
-            raise ConfigError(
-                f"compilation.inductor_compile_config.{name}",
-                expected=f"an option of torch._inductor.config; nearest are {', '.join(near)}",
-                found="an unknown key",
-                do="correct the name",
-            )
+            expected = f"an option of torch._inductor.config; nearest are {', '.join(near)}"
+            found, do = "an unknown key", "correct the name"
+        else:
+            kind: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
+            accepted = (int, float) if kind is float else kind
+            if kind not in (bool, int, float, str) or isinstance(value, accepted):
+                continue
+            expected, found, do = f"a value of type {kind.__name__}", shown(value), "correct it"
+        raise ConfigError(
+            f"compilation.inductor_compile_config.{name}", expected=expected, found=found, do=do
+        )
