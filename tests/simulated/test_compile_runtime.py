@@ -717,6 +717,18 @@ def test_compiled_code_needs_dynamo_for_its_trace_alone():
                 compiled("NONE", Formula())
 
 
+@pytest.mark.parametrize(
+    "switched_off",
+    [
+        lambda: torch.compiler.set_stance("fail_on_recompile"),
+        lambda: torch._dynamo.config.patch(disable=True),
+    ],
+)
+def test_dynamo_that_is_switched_off_is_named(switched_off):
+    with switched_off(), pytest.raises(RecompileError, match=r"set_stance.*config\.disable"):
+        compiled("NONE")
+
+
 @pytest.mark.parametrize("policy", ["audit", "keep"])
 def test_code_that_dynamo_forgot_runs_and_is_audited(policy):
     asked = {"compilation": {"guard_policy": policy}}
