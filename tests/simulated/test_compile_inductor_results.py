@@ -182,6 +182,18 @@ def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place
         one.trace(partial(one, x), [(x, 0, "tokens")])
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None])
+def test_disk_that_is_full_is_named(tmp_path, monkeypatch, error):
+    told = f"C++ compile error\nCommand: g++ {tmp_path}/v4/a.cpp\nld: {os.strerror(errno.ENOSPC)}"
+    fails = mock.Mock(side_effect=error or RuntimeError(told))
+    monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
+    one = compiled(lambda x: x - 1.0, plan_of(tmp_path, level=2))
+    x = torch.ones(4, 2)
+    named = r"TORCHINDUCTOR_CACHE_DIR" if error else r"compilation\.cache_dir"
+    with pytest.raises(ConfigError, match=f"^{named}(.|\n)*No space left"):
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+
+
 def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch):
     (tmp_path / "v4" / "inductor").mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "inductor")
