@@ -25,6 +25,7 @@ from graphrt.errors import (
     CompileError,
     ConfigError,
     ContractError,
+    ForbiddenOperationError,
     GraphBreakError,
     GuardAuditError,
     RecompileError,
@@ -615,6 +616,29 @@ def test_piecewise_graphs_without_splitting_ops_are_refused():
         compiled(ops=None)
     with compiled("PIECEWISE", ops=()) as lab:
         assert lab.runtime.plan.cudagraph_mode.name == "FULL"
+
+
+class WritesUndeclared(Formula):
+    def between(self, hidden):
+        return hidden + self.steps.add_(1)  # the line
+
+
+class Inverts(Formula):
+    def between(self, hidden):
+        return hidden + torch.linalg.inv(self.weight)[0]  # the line
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [(WritesUndeclared, StateAdvancedError), (Inverts, ForbiddenOperationError)],
+)
+def test_what_a_capture_refuses_in_traced_code_names_its_line(model, error, level):
+    options = {"ops": None, "asked": {"compilation": {"level": 2}}} if level == 2 else {}
+    with compiled("FULL", model(), **options) as lab, pytest.raises(error) as caught:
+        lab.runtime.capture()
+    place = re.search(rf"at {re.escape(__file__)}:(\d+) in between", str(caught.value))
+    assert "the line" in linecache.getline(__file__, int(place[1]))
 
 
 # -- what replaces guards

@@ -133,6 +133,13 @@ def stock_compile(
     return torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))(target)
 
 
+def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
+    """By line of the code of ``module``, the node that it was written for."""
+    nodes, written = [*module.graph.nodes], module._lineno_map or {}
+    first = type(module).forward.__code__.co_firstlineno
+    return {first + line: nodes[at] for line, at in written.items() if at is not None}
+
+
 def python_of(operator: str, args: Sequence[Any], kwargs: Any) -> Callable[..., Any] | None:
     """The function that is ``ns::op`` on every device, for a call of it with these arguments; None
     where torch alone calls it."""
