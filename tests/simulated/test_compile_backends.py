@@ -340,6 +340,34 @@ def scaled_by(scale):
     return function
 
 
+class Expands(torch.nn.Module):
+    """Of a mask for all heads, whose elements lie in the memory of one."""
+
+    def __init__(self, is_fixed: bool) -> None:
+        super().__init__()
+        self.is_fixed = is_fixed
+
+    def forward(self, *, x, ids, lens):
+        rows = torch.tanh(x) if self.is_fixed else torch.tanh(x.t()).contiguous()
+        heads = rows.expand(3, *rows.shape)
+        summed = (torch.sigmoid(heads) + heads).sum(0)
+        summed = summed if self.is_fixed else summed.t()
+        return {"rows": summed + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_expanded_result_of_an_opaque_piece_is_replayed(is_fixed):
+    asked = {
+        "compilation": {"level": 3, "backend": "aot_eager", "splitting_ops": ["torch.sigmoid"]}
+    }
+    with RuntimeLab("PIECEWISE", model=Expands(is_fixed), asked=asked) as lab:
+        lab.runtime.capture()
+        for sizes in ((1, 1), (3, 2), (8, 4)):
+            found = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            assert lab.runtime.last_decision.mode.name == "PIECEWISE"
+            assert_equal(found, Expands(is_fixed)(**values(*sizes)))
+
+
 def test_functions_of_one_name_do_not_share_compiled_code():
     double, triple = scaled_by(2.0), scaled_by(3.0)
 
