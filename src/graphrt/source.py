@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 _GRAPHRT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_GENERATED = ("<graphrt", "<frozen", "<eval_with_key")
+_TRACED = "<eval_with_key"
+_GENERATED = ("<graphrt", "<frozen", _TRACED)
+TRACED_LINES = "traced_lines"
+"""The attribute of a module of ``torch.fx`` that says for lines of its code which were traced."""
 
 
 class Source(NamedTuple):
@@ -56,12 +59,19 @@ def is_user_file(file: str) -> bool:
 
 
 def caller_source(frame: FrameType | None = None) -> Source:
-    """The innermost user line of ``frame`` and its callers, by default those of this call."""
+    """The innermost user line of ``frame`` and its callers, by default those of this call.
+
+    Of code that ``torch.fx`` wrote of a traced model: the line that was traced.
+    """
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if is_user_file(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, code.co_qualname)
+        if code.co_filename.startswith(_TRACED):
+            lines: dict[int, Source] = getattr(frame.f_locals.get("self"), TRACED_LINES, {})
+            if found := lines.get(frame.f_lineno):
+                return found
         frame = frame.f_back
     return Source()
 

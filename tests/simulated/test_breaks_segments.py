@@ -746,6 +746,14 @@ def test_break_point_compiled_before_a_capture_is_refused() -> None:
     assert compiled(x).tolist() == [5.0, 5.0]
 
 
+def test_break_point_cuts_while_another_thread_compiles(lab: Lab, monkeypatch) -> None:
+    # torch's, of the process: set while any thread compiles.
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    eager = break_point(lambda x: x * 2)
+    wrapper = lab.wrap(lambda x: eager(x + 1) + 1, PIECEWISE, "model")
+    assert kinds(lab.capture(wrapper, torch.ones(2))) == "GEG"
+
+
 def test_capture_in_inference_mode_replays_in_any_grad_mode(lab: Lab) -> None:
     @break_point
     def eager(x: Tensor) -> Tensor:

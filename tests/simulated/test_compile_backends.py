@@ -223,6 +223,22 @@ def test_option_that_inductor_does_not_have_is_named():
     assert "inductor_compile_config" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("epilogue_fusion", "no"), ("cpp.threads", "2"), ("max_autotune_gemm_backends", 3)],
+)
+def test_option_of_inductor_with_a_value_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"inductor_compile_config\.{name}") as caught:
+        compile_alone(chain(Layers()), backend="inductor", inductor_compile_config={name: value})
+    assert repr(value) in caught.value.found
+
+
+def test_option_of_inductor_that_may_have_several_types_is_taken():
+    options = {"joint_custom_pre_pass": None, "cpp.simdlen": None, "debug_index_asserts": True}
+    plan = CompilationConfig(level=3, backend="inductor", inductor_compile_config=options)
+    Compiled(chain(Layers()), resolve(RuntimeConfig(compilation=plan)).compile, limits={})
+
+
 def test_backend_that_raises_is_named_with_piece_and_cause():
     with pytest.raises(BackendError, match=r"failing, compiling piece 0(.|\n)*no such luck") as it:
         compile_alone(chain(Layers()), backend=f"{__name__}.failing")
@@ -322,6 +338,34 @@ def scaled_by(scale):
         return x * scale
 
     return function
+
+
+class Expands(torch.nn.Module):
+    """Of a mask for all heads, whose elements lie in the memory of one."""
+
+    def __init__(self, is_fixed: bool) -> None:
+        super().__init__()
+        self.is_fixed = is_fixed
+
+    def forward(self, *, x, ids, lens):
+        rows = torch.tanh(x) if self.is_fixed else torch.tanh(x.t()).contiguous()
+        heads = rows.expand(3, *rows.shape)
+        summed = (torch.sigmoid(heads) + heads).sum(0)
+        summed = summed if self.is_fixed else summed.t()
+        return {"rows": summed + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_expanded_result_of_an_opaque_piece_is_replayed(is_fixed):
+    asked = {
+        "compilation": {"level": 3, "backend": "aot_eager", "splitting_ops": ["torch.sigmoid"]}
+    }
+    with RuntimeLab("PIECEWISE", model=Expands(is_fixed), asked=asked) as lab:
+        lab.runtime.capture()
+        for sizes in ((1, 1), (3, 2), (8, 4)):
+            found = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            assert lab.runtime.last_decision.mode.name == "PIECEWISE"
+            assert_equal(found, Expands(is_fixed)(**values(*sizes)))
 
 
 def test_functions_of_one_name_do_not_share_compiled_code():
@@ -558,6 +602,17 @@ def test_level_1_counts_graphs_and_recompiles_with_their_reason():
         assert any("size" in reason for reason in report.recompiles)
         with torch.no_grad():
             assert_equal(found, Broken()(**values(3, 2)))
+
+
+def test_level_1_counts_no_graph_that_did_not_compile():
+    plan = resolve(
+        RuntimeConfig(compilation=CompilationConfig(level=1, backend=f"{__name__}.failing"))
+    ).compile
+    stock = Stock(lambda x: x + 1, plan)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="failing, compiling graph_0"):
+            stock(torch.ones(2))
+    assert stock.report is None
 
 
 def test_level_1_refuses_to_compile_inside_a_recording():

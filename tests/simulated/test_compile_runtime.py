@@ -25,6 +25,7 @@ from graphrt.errors import (
     CompileError,
     ConfigError,
     ContractError,
+    ForbiddenOperationError,
     GraphBreakError,
     GuardAuditError,
     RecompileError,
@@ -645,6 +646,29 @@ def test_piecewise_graphs_without_splitting_ops_are_refused():
         assert lab.runtime.plan.cudagraph_mode.name == "FULL"
 
 
+class WritesUndeclared(Formula):
+    def between(self, hidden):
+        return hidden + self.steps.add_(1)  # the line
+
+
+class Inverts(Formula):
+    def between(self, hidden):
+        return hidden + torch.linalg.inv(self.weight)[0]  # the line
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [(WritesUndeclared, StateAdvancedError), (Inverts, ForbiddenOperationError)],
+)
+def test_what_a_capture_refuses_in_traced_code_names_its_line(model, error, level):
+    options = {"ops": None, "asked": {"compilation": {"level": 2}}} if level == 2 else {}
+    with compiled("FULL", model(), **options) as lab, pytest.raises(error) as caught:
+        lab.runtime.capture()
+    place = re.search(rf"at {re.escape(__file__)}:(\d+) in between", str(caught.value))
+    assert "the line" in linecache.getline(__file__, int(place[1]))
+
+
 # -- what replaces guards
 
 
@@ -663,12 +687,12 @@ def test_attribute_changed_after_the_trace_is_refused():
             lab.step(MAX_TOKENS, 2)
 
 
-@pytest.mark.parametrize("change", ["hook", "rebound", "length"])
+@pytest.mark.parametrize("change", ["hook", "rebound", "length", "gone"])
 def test_structure_changed_after_the_trace_is_refused(change):
     class Two(Formula):
         def __init__(self):
             super().__init__()
-            self.parts = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.ReLU()])
+            self.parts = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)])
 
         def between(self, hidden):
             for part in self.parts:
@@ -681,8 +705,12 @@ def test_structure_changed_after_the_trace_is_refused(change):
             parts[0].register_forward_hook(lambda module, args, out: out + 1)
         elif change == "rebound":
             parts[1] = torch.nn.Sigmoid()
-        else:
+        elif change == "length":
             parts.append(torch.nn.Tanh())
+        else:
+            del lab.model.parts
+            with pytest.raises(GuardAuditError, match="parts"):  # The code itself reads it.
+                lab.step(MAX_TOKENS, 2)
         with pytest.raises(GuardAuditError, match="parts"):
             lab.runtime.check_externals()
 
@@ -739,6 +767,18 @@ def test_compiled_code_needs_dynamo_for_its_trace_alone():
             assert not lab.model.part.forward.is_audit_due
             with pytest.raises(RecompileError, match="set_stance"):
                 compiled("NONE", Formula())
+
+
+@pytest.mark.parametrize(
+    "switched_off",
+    [
+        lambda: torch.compiler.set_stance("fail_on_recompile"),
+        lambda: torch._dynamo.config.patch(disable=True),
+    ],
+)
+def test_dynamo_that_is_switched_off_is_named(switched_off):
+    with switched_off(), pytest.raises(RecompileError, match=r"set_stance.*config\.disable"):
+        compiled("NONE")
 
 
 @pytest.mark.parametrize("policy", ["audit", "keep"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._dynamo import exc
@@ -87,7 +89,7 @@ def test_branch_is_refused_where_sizes_are_unbacked():
 def test_branch_that_some_size_does_not_take_is_refused(model, marking):
     with pytest.raises(ShapeGuardError) as caught:
         lab_of(model, dynamic_shapes=marking)
-    assert "the line" in str(caught.value)
+    assert re.search(rf"at {re.escape(__file__)}:\d+ in forward: .*the line", str(caught.value))
     assert "does not hold for" in caught.value.found
 
 
@@ -139,6 +141,62 @@ def changes_scale(model):
 
 def adds_hook(model):
     model.register_forward_hook(lambda module, args, out: {**out, "lens": out["lens"] + 1})
+
+
+class Scales:
+    def times(self, x):
+        return x * 2
+
+
+class Methods(torch.nn.Module):
+    """Its own methods, one of its base and one of a plain object."""
+
+    scales = Scales()
+
+    def forward(self, *, x, ids, lens):
+        x = torch.sigmoid(self.scales.times(self.own(self.of_class(x))))
+        return {"rows": x + ids[:, None], "lens": lens * 2}
+
+    def own(self, x):
+        return x + 1
+
+    @classmethod
+    def of_class(cls, x):
+        return x * 3
+
+
+class Inherits(Methods):
+    pass
+
+
+def changed(x):
+    return x - 1
+
+
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (Methods, "own", lambda self, x: x - 1),
+        (Inherits, "own", lambda self, x: x - 1),  # Hides that of its base.
+        (Methods, "of_class", staticmethod(changed)),
+        (Scales, "times", lambda self, x: x - 1),
+        (Inherits, "__call__", lambda self, **inputs: {"rows": inputs["x"], "lens": 0}),
+    ],
+)
+def test_method_replaced_after_the_trace_is_caught_by_either_policy(
+    monkeypatch, owner, name, value, policy
+):
+    with lab_of(Inherits(), guard_policy=policy) as lab:
+        lab.runtime.capture()
+        monkeypatch.setattr(owner, name, value, raising=False)
+        if policy == "keep":
+            with pytest.raises(RecompileError, match=name):
+                lab.step(16, 2)
+        with pytest.raises(GuardAuditError, match=name):
+            lab.runtime.check_externals()
+        monkeypatch.undo()
+        lab.runtime.check_externals()
 
 
 @pytest.mark.parametrize("policy", ["audit", "keep"])

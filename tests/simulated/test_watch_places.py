@@ -1579,6 +1579,18 @@ def test_runners_do_not_make_dynamo_compile_other_models_again() -> None:
     assert len(graphs) == 1
 
 
+def test_registration_is_noticed_while_another_thread_compiles(monkeypatch) -> None:
+    model = Net()
+    with make(model, on_miss="strict") as runner, torch.no_grad():
+        runner.capture()
+        run(runner)
+        # torch's, of the process: set while any thread compiles.
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        NET_CHANGES["parameter"](model)
+        with pytest.raises(MissError, match="INVALIDATED"):
+            run(runner)
+
+
 HOOKED = ("parameter", "assign", "buffer", "submodule", "submodule_without_tensors", "layer")
 
 

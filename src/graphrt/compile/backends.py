@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from difflib import get_close_matches
-from errno import EACCES, EPERM, EROFS
+from errno import EACCES, ENOSPC, EPERM, EROFS
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from graphrt.compile.ranges import Range
 from graphrt.compile.splitter import callable_at
 from graphrt.config import CompilePlan
 from graphrt.config.environment import environment_variable
-from graphrt.errors import BackendError, ConfigError, GraphrtError
+from graphrt.errors import BackendError, ConfigError, GraphrtError, shown
 from graphrt.events import CacheMiss
 from graphrt.externals.environment import FLAGS
 from graphrt.values import tensors_of
@@ -99,8 +99,8 @@ class BlackBox:
 def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[None]:
     """Turns what a backend raises into a ``BackendError``; our own errors stay.
 
-    What Inductor raises about a folder that it cannot write to: a ``ConfigError`` that names what
-    says where that is. ``root``: of the cache.
+    What Inductor raises about a folder that it cannot write to, or that is full: a ``ConfigError``
+    that names what says where that is. ``root``: of the cache.
     """
     try:
         yield
@@ -109,14 +109,17 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
     except Exception as error:
         denied: Any = getattr(error, "inner_exception", error)  # Inductor wraps what it meets.
         is_denied = isinstance(denied, OSError) and denied.errno in (EACCES, EPERM, EROFS)
-        if is_denied and backend == "inductor":
-            is_ours = root is not None and Path(str(denied.filename)).is_relative_to(root)
+        told = f"{type(denied).__name__}: {denied}"
+        # A compiler, or a linker, tells of a full disk in its output.
+        full = [line.strip() for line in told.splitlines() if os.strerror(ENOSPC) in line]
+        if (is_denied or full) and backend == "inductor":
+            is_ours = root is not None and f"{root}{os.sep}" in told
             ours = "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
             raise ConfigError(
                 ours if is_ours else torch_api.INDUCTOR_CACHE_VARIABLE,
                 expected="a folder that this process may write to: Inductor keeps kernels there",
-                found=f"{type(denied).__name__}: {denied}",
-                do="make it writable, or name another one",
+                found=full[0] if full else told,
+                do="make it writable and make room, or name another one",
             ) from error
         lines = str(error).strip().splitlines() or [""]
         needs_compiler = "C++ compiler" in str(error)
@@ -231,15 +234,20 @@ def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _check_options(options: Any) -> None:
-    """Errors: ``ConfigError`` for what is no option of Inductor."""
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Errors: ``ConfigError`` for what is no option of Inductor, or not a value of its type."""
     known = inductor_config.get_config_copy()
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.0)
-            raise ConfigError(
-                f"compilation.inductor_compile_config.{name}",
-                expected=f"an option of torch._inductor.config; nearest are {', '.join(near)}",
-                found="an unknown key",
-                do="correct the name",
-            )
+            expected = f"an option of torch._inductor.config; nearest are {', '.join(near)}"
+            found, do = "an unknown key", "correct the name"
+        else:
+            kind: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
+            accepted = (int, float) if kind is float else kind
+            if kind not in (bool, int, float, str) or isinstance(value, accepted):
+                continue
+            expected, found, do = f"a value of type {kind.__name__}", shown(value), "correct it"
+        raise ConfigError(
+            f"compilation.inductor_compile_config.{name}", expected=expected, found=found, do=do
+        )

@@ -208,7 +208,12 @@ class Compiled:
             self.is_audit_due = False
         if trace.audit.at_calls:
             trace.audit.check_call()
-        return trace.call(*args, **kwargs)
+        try:
+            return trace.call(*args, **kwargs)
+        except Exception:
+            if not trace.audit.at_calls:
+                trace.audit.check()  # What it reads may be there no more.
+            raise
 
     def audit(self, *, again: bool = False) -> None:
         """Compare everything that the trace read with what stands there now.
@@ -246,7 +251,7 @@ class Compiled:
             compilers.clear()
             effects.put_back(found.held)
         if call is None:
-            raise _again("a call that Dynamo left uncompiled (torch.compiler.set_stance)")
+            raise _again("a call that Dynamo was told not to compile")
         if found.report is None:
             raise CompileError(
                 "trace",
@@ -306,6 +311,7 @@ class _Compilation:
         owner, plan, ops = self._owner, self._plan, self._owner._ops
         owner._dump.graph("dynamo.py", graph)
         self._audit.changed = side_effects = refuse_side_effects()
+        self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
         began = perf_counter()
         refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
         symbols = self._symbols = self._symbols_of(graph, inputs)
@@ -464,5 +470,6 @@ def _again(found: str) -> RecompileError:
         "compiled code",
         expected="one trace, which serves every call",
         found=found,
-        do="compile once, outside torch.compiler.disable and set_stance",
+        do="compile once, outside torch.compiler.disable and set_stance, with Dynamo switched on "
+        "(torch._dynamo.config.disable, TORCHDYNAMO_DISABLE)",
     )

@@ -164,8 +164,7 @@ def _may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
     """``call``, whose results have the strides of the piece's ``outputs``.
 
-    Inductor keeps the strides of results only where no size in them is unbacked. Errors:
-    ``CompileError`` for new memory that several elements of a result share.
+    Inductor keeps the strides of results only where no size in them is unbacked.
     """
     given = {storage_of(node) for node in piece.inputs}
     wanted: dict[int, tuple[Any, ...]] = {}
@@ -175,16 +174,7 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
         if not isinstance(value, torch.Tensor) or storage_of(node) in given:
             continue
         if any(isinstance(stride, torch.SymInt) for stride in value.stride()):
-            strides = tuple(map(sympy.sympify, value.stride()))
-            if 0 in strides:
-                raise CompileError(
-                    f"{node.name} at {line_of(node)}",
-                    expected="a result of compiled code whose elements have memory of their own",
-                    found=f"one of strides {strides}",
-                    do="clone it, expand it where it is used, or use backend='eager'",
-                    source=line_of(node),
-                )
-            wanted[place] = strides
+            wanted[place] = tuple(map(sympy.sympify, value.stride()))
     if not wanted:
         return call
     where = {size: place for size, place in sizes_of(piece.inputs) if size.is_Symbol}
@@ -199,7 +189,10 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
             result = results[place]
             layout = zip(result.shape, result.stride(), strides, strict=True)
             if any(size > 1 and found != stride for size, found, stride in layout):
-                results[place] = result.new_empty_strided(result.shape, strides).copy_(result)
+                # What several elements share is there once.
+                own = result[tuple(slice(None if stride else 1) for stride in strides)]
+                laid_out = result.new_empty_strided(own.shape, strides).copy_(own)
+                results[place] = laid_out.expand(result.shape)
         return results
 
     return with_strides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from traceback import FrameSummary
@@ -34,6 +35,7 @@ OF_TRACING = (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDep
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 """What changes in them is not told by attributes."""
 
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
 
@@ -176,6 +178,13 @@ def _user_line(stack: Iterable[FrameSummary]) -> Source:
         if is_user_file(frame.filename):
             found = Source(frame.filename, frame.lineno or 0, frame.name)
     return found
+
+
+def source_of(node: fx.Node) -> Source:
+    """The user's line that was traced as this node."""
+    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    found = [Source(file, int(line), name) for file, line, name in frames if is_user_file(file)]
+    return found[-1] if found else Source()
 
 
 def line_of(node: fx.Node) -> str:

@@ -7,7 +7,8 @@ the compiled code; what else the trace read, before each capture.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +184,7 @@ class Audit:
     torch's own guards compare it, those that ``chosen`` chooses while they are made; but tensors,
     whose guards also tell gradients and modes, and hooks, whose guards take long to make.
     ``at_calls``: those too, because each call asks the guards. ``changed``: globals that the traced
-    code changes.
+    code changes. ``traced``: all code that was traced.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Audit:
     ) -> None:
         self.at_calls = at_calls
         self.changed: Sequence[str] = ()
+        self.traced: Collection[CodeType] = ()
         self.guards: Any = None
         """Made when the trace is compiled."""
         self._scope = {**scope, "args": (), "kwargs": {}}
@@ -201,6 +203,10 @@ class Audit:
         self._compared: dict[str, tuple[Any, object]] = {}
         """What torch's guards leave out, or compare by more than matters: by expression, its code
         and what is compared."""
+        self._unguarded: list[tuple[Any, object]] = []
+        """Those of them that no guard of torch's compares."""
+        self._classes: set[type] = set()
+        """Whose methods are among these."""
 
     @property
     def told(self) -> list[str]:
@@ -219,14 +225,30 @@ class Audit:
         self.kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
         is_left_out = kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
         # Of hooks of all modules torch compares the type alone.
-        if is_left_out or isinstance(value, torch.nn.Module) or name.endswith("_hooks"):
-            self._compared[name] = compile(name, "<graphrt audit>", "eval"), _told(value)
+        is_unguarded = name.endswith("_hooks") and not is_left_out
+        if is_left_out or is_unguarded or isinstance(value, torch.nn.Module):
+            self._compare(name, value, is_unguarded)
+        if type(value) not in self._classes:
+            self._classes.add(type(value))
+            for method, function in _methods(type(value), self.traced):
+                self._compare(f"type({name}).{method}", function, True)
         return self.at_calls or not is_left_out
 
+    def _compare(self, name: str, value: object, is_unguarded: bool) -> None:
+        self._compared[name] = found = compile(name, "<graphrt audit>", "eval"), _told(value)
+        if is_unguarded:
+            self._unguarded.append(found)
+
     def check_call(self) -> None:
-        """As ``check``, of what torch's guards compare alone. Errors: ``RecompileError``."""
+        """As ``check``, without what torch's guards compare by more than matters.
+
+        Errors: ``RecompileError``.
+        """
         # Under a mode, as in simulated recordings, guards of tensors take each for another one.
-        if not torch_api.has_modes() and not self.guards.check(self._scope):
+        if not torch_api.has_modes() and (
+            any(_told(self._now(code)) != told for code, told in self._unguarded)
+            or not self.guards.check(self._scope)
+        ):
             self.check(RecompileError)
 
     def check(self, kind: type[GraphrtError] = GuardAuditError) -> None:
@@ -263,17 +285,28 @@ def _changed(kind: type[GraphrtError], name: str, expected: str, found: str) -> 
 
 def _told(value: object) -> object:
     if isinstance(value, torch.nn.Module):
-        # torch takes the methods of its class for granted.
-        forward = type(value).forward
-        return type(value), forward, getattr(forward, "__code__", None)
+        return type(value)
+    if isinstance(value, FunctionType | MethodType):
+        return value, value.__code__
     if not isinstance(value, torch.Tensor):
         return tuple(map(str, value)) if isinstance(value, dict) else value
     stride = value.stride() if value.layout is torch.strided else None
     return value.dtype, value.device, tuple(value.shape), stride
 
 
+def _methods(kind: type, traced: Collection[CodeType]) -> Iterator[tuple[str, object]]:
+    """Those methods of a class whose code was traced: torch takes them for granted."""
+    for place, owner in enumerate(kind.__mro__):
+        for name, made in vars(owner).items():
+            code = getattr(getattr(made, "__func__", made), "__code__", None)
+            if code in traced or (name == "__call__" and isinstance(made, FunctionType)):
+                yield name, getattr(kind, name)
+                yield f"__mro__[{place}].{name}", getattr(owner, name)
+
+
 def as_written(expression: str) -> str:
     """As the user writes it: ``model.layers.0.scale``."""
     plain = re.sub(r"\bL\['(\w+)'\]", r"\1", expression)
+    plain = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", plain)
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", plain)
     return re.sub(r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), plain)

@@ -198,7 +198,7 @@ def refuse_shape_guards(mode: Any, axes: Mapping[Any, Axis], sizes: Range | None
             told = zip([axis.name for _, axis in known], values, strict=True)
             sizes_told = ", ".join(f"{n} {name}" for name, n in told)
             found = f"{guard.expr.xreplace(named)}, which does not hold for {sizes_told}"
-            raise shape_guard(f": {where}", found, where)
+            raise shape_guard(f" at {where}", found, where)
 
 
 def _tried(axis: Axis, sizes: Range | None) -> list[int]:

@@ -18,8 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphrt.compile import torch_api
+from graphrt.compile.failures import source_of
 from graphrt.compile.ranges import sizes_of
 from graphrt.errors import SplittingOpError
+from graphrt.source import TRACED_LINES
 
 T = TypeVar("T")
 
@@ -234,7 +236,7 @@ def cut(
         extracted = extract(nodes, inputs, outputs, replaced)
         structure = structure_of(graph, extracted, axes)
         # Alike ones share compiled code: to make a module takes longer than all else.
-        module = modules.get(structure) or fx.GraphModule(graph, extracted)
+        module = modules.get(structure) or _module_of(graph, extracted)
         if kind == "captured":
             modules[structure] = module
         pieces.append(
@@ -250,6 +252,14 @@ def cut(
             )
         )
     return pieces, tuple(name for name in ops.names if name not in matched)
+
+
+def _module_of(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    module = fx.GraphModule(owner, graph)
+    lines = torch_api.nodes_by_line(module)
+    # For errors about what its code does.
+    setattr(module, TRACED_LINES, {line: source_of(node) for line, node in lines.items()})
+    return module
 
 
 def stitch(

@@ -90,11 +90,12 @@ class Stock:
         self._refuse_now()
         if self._held is not None:
             self._held += effects.copies_of_written(graph, inputs)
-        self._dump.graph(f"graph_{len(self._frames)}.py", graph)
+        name = f"graph_{len(self._frames)}"
+        self._dump.graph(f"{name}.py", graph)
         began = perf_counter()
-        compile_id: Any = CompileContext.current_compile_id()
-        self._frames.append(compile_id.frame_compile_id or 0)
-        with compiling(self._backend_name, f"graph {len(self._frames)}"), torch.no_grad():
+        with compiling(self._backend_name, name), torch.no_grad():
             compiled: Callable[..., Any] = self._backend(graph, inputs)
         self._seconds += perf_counter() - began
+        compile_id: Any = CompileContext.current_compile_id()
+        self._frames.append(compile_id.frame_compile_id or 0)
         return compiled

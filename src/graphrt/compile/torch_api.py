@@ -14,6 +14,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import FrameSummary, walk_tb
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,9 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
-from torch._dynamo import config as dynamo_config, symbolic_convert
+from torch._dynamo import config as dynamo_config, eval_frame, symbolic_convert
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor import (
     codecache,
     config as inductor_config,
@@ -39,11 +39,12 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
+from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.errors import UnrecordedCodeError
-from graphrt.source import caller_source
+from graphrt.source import Source, caller_source
 
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -104,12 +105,25 @@ def traced(
         options["run_gc_after_compile"] = False  # Captures do, before they begin.
     # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
     no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
-    with dynamo_config.patch(options), no_names:
-        results = entry(*args, **kwargs)
-    for made in _debug_get_cache_entry_list(root.__code__):
+    # The line of a branch on a size, of whose path torch leaves out what its own begins with.
+    lines = _replaced(symbolic_shapes, "format_frame", _line_of)
+    try:
+        with dynamo_config.patch(options), no_names, lines:
+            results = entry(*args, **kwargs)
+    except RuntimeError as error:
+        *_, (innermost, _) = walk_tb(error.__traceback__)
+        is_told_not_to = innermost.f_code.co_filename == eval_frame.__file__
+        if type(error) is not RuntimeError or not is_told_not_to:
+            raise
+        return None, None, None
+    for made in eval_frame._debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
         return results, call, made.guard_manager
     return results, None, None
+
+
+def _line_of(frame: FrameSummary, **_: Any) -> str:
+    return Source(frame.filename, frame.lineno or 0, frame.name).with_text
 
 
 def stock_compile(
@@ -117,6 +131,13 @@ def stock_compile(
 ) -> Callable[..., Any]:
     """torch.compile with its guards. ``tell``: hears why something is compiled again."""
     return torch._dynamo.optimize(backend, guard_fail_fn=lambda found: tell(found.reason))(target)
+
+
+def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
+    """By line of the code of ``module``, the node that it was written for."""
+    nodes, written = [*module.graph.nodes], module._lineno_map or {}
+    first = type(module).forward.__code__.co_firstlineno
+    return {first + line: nodes[at] for line, at in written.items() if at is not None}
 
 
 def python_of(operator: str, args: Sequence[Any], kwargs: Any) -> Callable[..., Any] | None:

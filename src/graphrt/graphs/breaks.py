@@ -218,7 +218,7 @@ def forbid_in_capture(what: str) -> None:
 
 
 def _cutting_recorder(label: str) -> ProgramRecorder | None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo guards this number, so that a capture which would cut here traces anew.
         if open_cuts.count:
             _refuse_to_cut(label)

@@ -258,7 +258,7 @@ class _Registrations:
             self._watches.discard(watch)
 
     def _on_change(self, module: torch.nn.Module, name: str, _: object) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return  # Traced code that makes a module: no program reads it.
         for watch in tuple(self._watches):
             watch.note(module, name)

@@ -113,6 +113,9 @@ def copy_results(targets: Sequence[torch.Tensor | None], are_nested: bool, resul
     values = leaves(results) if are_nested else results
     for target, value in zip(targets, values, strict=True):
         if target is not None and value is not None:
+            if 0 in target.stride():  # Expanded: torch writes no memory that elements share.
+                own = tuple(slice(None if stride else 1) for stride in target.stride())
+                target, value = target[own], value[own]
             target.copy_(value)
 
 
