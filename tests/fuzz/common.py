@@ -247,6 +247,11 @@ class Watch:
             if status is Reason.NOT_CAPTURED_YET and self.is_disturbed and is_invalid:
                 self.status[key] = Reason.INVALIDATED
 
+    def hear(self, missing: Callable[[], Mapping[Key, Reason]]) -> None:
+        """After a step, which may have noticed what was replaced before it failed."""
+        if self.unnoticed and self.unnoticed & missing().keys():
+            self.noticed(missing())
+
     def captured(
         self,
         missing: Mapping[Key, Reason],
@@ -349,8 +354,7 @@ class Watch:
             "unexplained",
             lambda: f"decided {chosen}, {reason.name}; the rules say {expected}",
         )
-        if self.unnoticed and self.unnoticed & missing().keys():
-            self.noticed(missing())
+        self.hear(missing)
         if reason.is_miss:
             counts.eager[reason.name] = counts.eager.get(reason.name, 0) + 1
         counts.late += is_late

@@ -354,6 +354,7 @@ class _Run:
             self.watch.raise_problem()
             self.counts.engine_steps += 1
             if result is None:
+                self.watch.hear(lambda: engine.runtime.report().missing)
                 continue
             note(result.outputs)
             if result.decision is not None:

@@ -644,6 +644,7 @@ class _Run:
             watch.problem = None
         watch.raise_problem()
         if done is None:
+            watch.hear(self.runner.missing)
             self.is_over = case["wrong"]  # Refused; what it remembers now is not eager's affair.
             return
         [outputs] = done

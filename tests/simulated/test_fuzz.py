@@ -65,6 +65,23 @@ ONCE_WRONG = {
         "sizes": {"rows": [10]},
         "modes": ["FULL"],
     },
+    # A run that noticed what was replaced, and whose observer then failed.
+    (1000228, False): {
+        **SMALL,
+        "ops": [["stacked"]],
+        "outputs": "single",
+        "policy": "clone",
+        "poison": "recording",
+        "capture": "all",
+        "specs_by_key": False,
+        "on_capture_error": "raise",
+        "padding": "zero",
+        "arbitrary_index": False,
+        "observe": None,
+        "num_runs": 51,
+        "interrupts": False,
+        "keeps": False,
+    },
 }
 
 
