@@ -200,7 +200,7 @@ def _real_length(path: str, padded: int, length: Length, n: Sizes) -> int:
             )
         return real
     if isinstance(n, int):
-        real = n
+        real = whole_number(subject, n)
     elif length in n:
         real = whole_number(subject, n[length])
     else:
