@@ -266,6 +266,7 @@ class Reads:
                 self.touched_of_resources.add(item.name)
             if item.name in self.touched_of_resources:
                 way = [item.place]
+                # Objects may lead to one another in a circle.
                 while (above := self._of_resources.get(id(way[0].owner))) and len(way) < 32:
                     way.insert(0, above)
                 found.append(HeldByResource(item, tuple(way)))
