@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -81,7 +82,8 @@ def scaling(kind, form, sizes=(2, 4), *, is_eager=False, **options):
             return scaled_eagerly(x + 0, resource, read) + 0
         return x * read(resource.kept)[: len(x), None]
 
-    options |= {"resources": [resource], "examples": examples, "watch": "always"}
+    options = {"watch": "always"} | options
+    options |= {"resources": [resource], "examples": examples}
     return rows_runner(scale, sizes, **options)
 
 
@@ -89,6 +91,31 @@ def is_right(runner, rows, first):
     info = [float(first + row) for row in range(rows)]
     found = runner.run({"x": torch.ones(rows, 4)}, step_info=info)
     return torch.equal(found, torch.tensor(info)[:, None].expand(rows, 4))
+
+
+class Moved(Scales):
+    """Another memory of the same tensor for a larger batch."""
+
+    def prepare(self, key, step_info):
+        if key.num_tokens > len(self.buffer):
+            self.buffer.data = torch.ones(key.num_tokens)
+            self.kept = self.held(self.buffer)
+        if step_info is not None:
+            self.buffer[: len(step_info)] = torch.tensor(step_info)
+
+
+@forms
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("watch", ["always", "spread"])
+def test_tensor_of_a_resource_that_gets_other_memory_ends_the_graph(form, mode, watch) -> None:
+    with scaling(Moved, form, modes=(mode,), watch=watch) as runner:
+        runner.capture()
+        assert is_right(runner, 3, 2)
+        assert is_right(runner, 6, 3)  # Eager, and the memory moves.
+        with pytest.raises(InvalidProgramError, match=r"replaced by prepare\(\): resource\."):
+            list(map(partial(is_right, runner, 3), range(runner.num_watched)))
+        assert is_right(runner, 3, 4)
+        assert runner.last_decision.reason.name == "INVALIDATED"
 
 
 @forms

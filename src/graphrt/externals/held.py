@@ -106,14 +106,17 @@ class HeldByResource(NamedTuple):
     """A tensor that a resource may set anew before each run, and that a graph reads where it was.
 
     ``way``: The places from the resource to it, which may lead through other objects each time.
+    ``address``: Where it was at the capture.
     """
 
     held: HeldTensor
     way: tuple[Place, ...]
+    address: int
 
     def was_replaced(self) -> bool:
-        """True if another object stands on the way, or there."""
-        return any(place.read() is not place.value for place in self.way)
+        """True if another object stands on the way, or there, or the tensor has other memory."""
+        is_other = any(place.read() is not place.value for place in self.way)
+        return is_other or not self.held.fits(self.way[-1].value)
 
     def has_moved(self) -> bool:
         """True if other memory stands there now. Its shape may be that of each batch."""
@@ -124,7 +127,7 @@ class HeldByResource(NamedTuple):
             value = READ[place.kind](value, place.name)
         value = self.held.part_of(value)
         is_strided = is_tensor(value) and value.layout is torch.strided
-        return not is_strided or value.data_ptr() != self.held.tensor.data_ptr()
+        return not is_strided or value.data_ptr() != self.address
 
 
 class TensorRef(NamedTuple):
@@ -269,7 +272,7 @@ class Reads:
                 # Objects may lead to one another in a circle.
                 while (above := self._of_resources.get(id(way[0].owner))) and len(way) < 32:
                     way.insert(0, above)
-                found.append(HeldByResource(item, tuple(way)))
+                found.append(HeldByResource(item, tuple(way), item.tensor.data_ptr()))
                 self._by_resource[item.name] = found[-1]
         return found
 
