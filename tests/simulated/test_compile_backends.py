@@ -236,7 +236,8 @@ def test_option_of_inductor_with_a_value_of_another_type_is_refused(name, value)
 def test_option_of_inductor_that_may_have_several_types_is_taken():
     options = {"joint_custom_pre_pass": None, "cpp.simdlen": None, "debug_index_asserts": True}
     plan = CompilationConfig(level=3, backend="inductor", inductor_compile_config=options)
-    Compiled(chain(Layers()), resolve(RuntimeConfig(compilation=plan)).compile, limits={})
+    taken = Compiled(chain(Layers()), resolve(RuntimeConfig(compilation=plan)).compile, limits={})
+    assert taken.report is None  # Nothing is traced before the first call.
 
 
 def test_backend_that_raises_is_named_with_piece_and_cause():

@@ -230,8 +230,8 @@ class Reads:
         """What it reads and nothing compares."""
         self.prepared = frozenset(place.path for place in filter(is_prepared, self._found))
         """Names of what resources own."""
-        # What stands in them: the places that lead there.
         self._of_resources = {id(place.value): place for place in filter(is_prepared, self._found)}
+        """By id of an object that a resource owns, the place where it stands."""
         self.touched_of_resources: set[str] = set()
         """Names of what resources own and graphs of the callable are known to read."""
         self._by_resource: dict[str, HeldByResource] = {}

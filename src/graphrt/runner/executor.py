@@ -94,8 +94,8 @@ class ReadyGraph:
     address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``,
     what resources were seen to replace."""
 
-    def is_to_check(self) -> bool:
-        """True if there is something to compare since it was made."""
+    def lacks_check(self) -> bool:
+        """True if it was made before there was something to compare."""
         return self.check is None and bool(self.program.suspected)
 
 

@@ -769,7 +769,7 @@ class CUDAGraphRunner:
         for (mode, _), entry in self._keys.entries.items():
             if entry.reason is Reason.HIT:
                 known = self._ready[mode].get(id(entry.key))
-                if known is None or known.program is not entry.program or known.is_to_check():
+                if known is None or known.program is not entry.program or known.lacks_check():
                     known = self._executor.make_ready(entry)
                 ready[mode][id(entry.key)] = known
         self._prospects = None
