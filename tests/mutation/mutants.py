@@ -36,6 +36,7 @@ REPORT = "simulated/test_runner_report.py"
 UNWINDING = "simulated/test_cuda_unwinding.py"
 LORA = "simulated/test_llm_lora.py"
 ROWS = "simulated/test_other_rows.py"
+RESOURCES = "simulated/test_watch_resources.py"
 RUN, PADDED = "simulated/test_runner_run.py", "simulated/test_padding_verified.py"
 STATE, JOBS = "simulated/test_state_complete.py", "simulated/test_runner_jobs.py"
 PUT_BACK, RANDOM = "simulated/test_writes_put_back.py", "simulated/test_random_state_kept.py"
@@ -1091,7 +1092,7 @@ MUTANTS = [
     Mutant(
         "sampled steps are never compared with the unpadded batch",
         RUNNER + "comparisons.py",
-        "pads = self._pads and call.sizes != ready.bound.sizes",
+        "pads = pads and self._pads and call.sizes != ready.bound.sizes",
         "pads = False",
         PADDED,
     ),
@@ -1337,5 +1338,47 @@ MUTANTS = [
         "stat.S_ISREG(path.lstat().st_mode)",
         "stat.S_ISREG(path.stat().st_mode)",
         CACHE,
+    ),
+    Mutant(
+        "settings of a resource are no host values",
+        "graphrt/externals/held.py",
+        "elif not of_resources.may_set(place):",
+        "elif not of_resources.owns(place):",
+        RESOURCES,
+    ),
+    Mutant(
+        "every attribute of a resource is a setting",
+        "graphrt/externals/prepared.py",
+        "if self._sets_any or place.name in self._assigned:",
+        "if False:",
+        RESOURCES,
+    ),
+    Mutant(
+        "what a resource makes anew in each run has no values",
+        "graphrt/externals/held.py",
+        "for place in self._found:  # A parent before",
+        "for place in ():  # A parent before",
+        RESOURCES,
+    ),
+    Mutant(
+        "value that a resource sets is trusted",
+        RUNNER + "executor.py",
+        "return self.run_both_ways if program.set_by_resources.others() else None",
+        "return None",
+        RESOURCES,
+    ),
+    Mutant(
+        "value that a resource sets is compared in each step",
+        "graphrt/graphs/program.py",
+        "if others := self.set_by_resources.others():",
+        "if others := []:",
+        RESOURCES,
+    ),
+    Mutant(
+        "program called by hand is not asked after a resource replaced a tensor",
+        "graphrt/graphs/program.py",
+        "        if ask is None:\n            return check\n",
+        "        if True:\n            return check\n",
+        RESOURCES,
     ),
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from graphrt import Example, break_point
+from graphrt import BatchDescriptor, Example, break_point
 from graphrt.errors import InvalidProgramError, VerificationError
-from lab import random_rows, rows_runner
+from lab import FULL, Lab, Tally, random_rows, rows_runner
 
 
 class Meta(NamedTuple):
@@ -181,3 +183,247 @@ def test_module_of_a_resource_that_is_replaced_is_noticed() -> None:
         x = torch.ones(2, 4)
         assert torch.equal(runner.run({"x": x}), resource.layer(x))
         assert runner.last_decision.reason.name == "INVALIDATED"
+
+
+@dataclass
+class Config:
+    bias: float
+
+
+class Settings:
+    """Settings of the model beside what ``prepare`` sets for each batch."""
+
+    default = 1.0
+
+    def __init__(self):
+        self.scale, self.limits, self.config = 2.0, {"low": -1.0, "high": 9.0}, Config(1.0)
+        self.space, self.shift = SimpleNamespace(shift=0.5), [0.0, 1.0]
+        self.longest, self.lengths, self.counts = 0, [], {}
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+    def prepare(self, key, step_info):
+        self.longest = key.num_tokens
+        self.lengths[:] = range(key.num_tokens)
+        self.note(key)
+
+    def note(self, key):
+        count(self.counts, key.num_tokens)
+
+    def apply(self, x):
+        if not self.longest or len(self.lengths) > 99 or self.counts.get("tokens") == 0:
+            return x
+        low, high = self.limits["low"], self.limits["high"]
+        bias = self.config.bias + self.space.shift + self.shift[1] + self.default
+        return (x * self.scale).clamp(low, high) + bias
+
+
+def count(counts, number):
+    counts["tokens"] = number
+
+
+SETTINGS = {
+    "number": lambda item: setattr(item, "scale", 5.0),
+    "by a method": lambda item: item.set_scale(5.0),
+    "entry": lambda item: item.limits.update(high=1.0),
+    "another dict": lambda item: setattr(item, "limits", {"low": 0.0, "high": 1.0}),
+    "item of a list": lambda item: item.shift.__setitem__(1, 3.0),
+    "field": lambda item: setattr(item.config, "bias", 3.0),
+    "another object": lambda item: setattr(item, "config", Config(3.0)),
+    "of a namespace": lambda item: setattr(item.space, "shift", 3.0),
+    "that hides one of the class": lambda item: setattr(item, "default", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("watch", ["always", "spread"])
+def test_setting_of_a_resource_that_prepare_does_not_set_is_noticed(name, watch) -> None:
+    resource, x = Settings(), {"x": torch.ones(3, 4)}
+    options = {"watch": watch, "resources": [resource]}
+    with rows_runner(resource.apply, (2, 4), **options) as runner:
+        runner.capture()
+        runner.run(x)
+        assert runner.last_decision.reason.name == "PADDED"
+        SETTINGS[name](resource)
+        for _ in range(runner.num_watched):
+            found = runner.run(x)
+        assert torch.equal(found, resource.apply(x["x"]))
+        assert runner.last_decision.reason.name == "INVALIDATED"
+
+
+def test_what_prepare_sets_for_each_batch_leaves_graphs_valid() -> None:
+    resource = Settings()
+    options = {"watch": "always", "resources": [resource]}
+    with rows_runner(resource.apply, (2, 4), **options) as runner:
+        runner.capture()
+        for rows in (1, 3, 6, 2, 4):
+            runner.run({"x": torch.ones(rows, 4)})
+            assert runner.last_decision.mode.name == ("NONE" if rows == 6 else "FULL")
+        assert runner.library.check_externals().is_unchanged
+
+
+class Scaled:
+    """Sets a number for each batch: from its ``step_info``, or from a setting."""
+
+    def __init__(self, kind):
+        self.kind, self.setting, self.meta = kind, 2.0, None
+        self.space = SimpleNamespace(number=2.0)
+        self.scale, self.scales, self.memory = 2.0, [2.0], np.array([2.0])
+
+    def prepare(self, key, step_info):
+        scale = self.setting if step_info is None else step_info
+        if self.kind == "attribute":
+            self.scale = scale
+        elif self.kind == "entry":
+            self.scales[0] = scale
+        elif self.kind == "array":
+            self.memory[:] = scale
+        elif self.kind == "length":
+            self.scales = [None] * int(scale)
+        elif self.kind == "of a record":
+            self.meta = SimpleNamespace(inner=Config(scale))
+        elif self.kind == "of a mapping":
+            self.meta = {"many": {"of": scale}}
+        elif self.kind == "of an object in place":
+            self.space.number = scale
+            self.space = self.space
+        else:
+            self.meta = SimpleNamespace(number=scale)
+
+    def read(self):
+        if self.kind == "attribute":
+            return self.scale
+        if self.kind == "entry":
+            return self.scales[0]
+        if self.kind == "array":
+            return float(self.memory[0])
+        if self.kind == "length":
+            return len(self.scales)
+        if self.kind == "of a record":
+            return self.meta.inner.bias
+        if self.kind == "of a mapping":
+            return self.meta["many"]["of"]
+        return self.space.number if self.kind == "of an object in place" else self.meta.number
+
+
+KINDS = (
+    *("attribute", "entry", "array", "length", "of another object"),
+    *("of a record", "of a mapping", "of an object in place"),
+)
+
+
+def no_info(sizes, seed):
+    return Example(random_rows(sizes, seed))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("from_setting", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_that_prepare_sets_and_no_example_had_is_compared_before_it_is_trusted(
+    kind, from_setting, mode
+) -> None:
+    resource, x = Scaled(kind), torch.ones(3, 4)
+    options = {"resources": [resource], "examples": no_info, "modes": (mode,)}
+    with rows_runner(lambda x: x * resource.read(), (2, 4), **options) as runner:
+        runner.capture()
+        assert torch.equal(runner.run({"x": x}), x * 2)
+        assert runner.last_decision.reason.name == "PADDED"
+        resource.setting = 5.0
+        info = None if from_setting else 5.0
+        with pytest.raises(VerificationError, match="resource") as raised:
+            runner.run({"x": x}, step_info=info)
+        assert "moved since the capture: resource." in raised.value.do
+        assert torch.equal(runner.run({"x": x}, step_info=info), x * 5)
+        assert runner.last_decision.reason.name == "CAPTURE_FAILED"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_that_prepare_sets_and_changes_no_result_is_compared_once(kind) -> None:
+    resource, num_runs = Scaled(kind), Tally()
+
+    def limited(x):
+        num_runs.append(len(x))
+        return x * min(resource.read(), 2.0)  # As the longest length bounds the others.
+
+    options = {"resources": [resource], "examples": no_info}
+    with rows_runner(limited, (2, 4), **options) as runner:
+        runner.capture()
+        num_runs.clear()
+        for info in (3.0, 4.0, 5.0):
+            found = runner.run({"x": torch.ones(3, 4)}, step_info=info)
+            assert torch.equal(found, torch.full((3, 4), 2.0))
+            assert runner.last_decision.reason.name == "PADDED"
+        assert list(num_runs) == [4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_that_differs_between_examples_is_refused_by_its_name(kind) -> None:
+    def other_info(sizes, seed):
+        return Example(random_rows(sizes, seed), step_info=2.0 + seed)
+
+    resource = Scaled(kind)
+    options = {"resources": [resource], "examples": other_info}
+    with (
+        rows_runner(lambda x: x * resource.read(), **options) as runner,
+        pytest.raises(VerificationError) as raised,
+    ):
+        runner.capture()
+    assert "moved since the capture: resource." in raised.value.do
+
+
+def test_value_that_prepare_sets_is_trusted_where_nothing_is_verified() -> None:
+    resource, x = Scaled("attribute"), torch.ones(4, 4)
+    options = {"resources": [resource], "examples": no_info, "verify": "off"}
+    with rows_runner(lambda x: x * resource.read(), (2, 4), **options) as runner:
+        runner.capture()
+        assert torch.equal(runner.run({"x": x}, step_info=5.0), x * 2)
+
+
+class ByName:
+    """Sets attributes whose names it computes."""
+
+    def __init__(self):
+        self.first = self.second = 0
+
+    def prepare(self, key, step_info):
+        for number, name in enumerate(("first", "second")):
+            setattr(self, name, key.num_tokens + number)
+
+
+def test_attributes_that_prepare_sets_by_name_leave_graphs_valid() -> None:
+    resource = ByName()
+    options = {"watch": "always", "resources": [resource]}
+    with rows_runner(lambda x: x * 2 if resource.first else x, (2, 4), **options) as runner:
+        runner.capture()
+        for rows in (1, 3, 2, 4):
+            runner.run({"x": torch.ones(rows, 4)})
+            assert runner.last_decision.mode.name == "FULL"
+
+
+def test_tensor_that_a_resource_replaced_is_noticed_by_users_of_parts_that_ask(lab: Lab) -> None:
+    resource = Scales(lambda scales: scales)
+    wrapper = lab.wrap(lambda x: x * resource.kept[: len(x), None])
+    x = torch.ones(2, 4)
+    lab.capture(wrapper, x, scope={"resources": [resource]}, key=BatchDescriptor(2))
+    resource.prepare(BatchDescriptor(2), [3.0, 4.0])
+    assert torch.equal(lab.step(wrapper, x, key=BatchDescriptor(2))[:, 0], torch.tensor([3.0, 4.0]))
+    resource.prepare(BatchDescriptor(6), None)  # The buffer grows.
+    assert lab.library.check_externals().is_unchanged  # It may be that of another key.
+    resource.prepare(BatchDescriptor(2), [5.0, 6.0])
+    with pytest.raises(InvalidProgramError, match=r"replaced by prepare\(\): resource.kept"):
+        lab.step(wrapper, x, key=BatchDescriptor(2))
+    [program] = lab.library.programs
+    assert (program.state, program.mode) == ("invalid", FULL)
+
+
+def test_buffer_for_each_key_is_no_replacement_for_users_of_parts(lab: Lab) -> None:
+    resource = OfKey(lambda scales: scales)
+    wrapper = lab.wrap(lambda x: x * resource.kept[: len(x), None])
+    x = torch.ones(2, 4)
+    resource.prepare(BatchDescriptor(2), None)
+    lab.capture(wrapper, x, scope={"resources": [resource]}, key=BatchDescriptor(2))
+    resource.prepare(BatchDescriptor(4), None)
+    lab.library.check_externals()
+    resource.prepare(BatchDescriptor(2), [5.0, 6.0])
+    assert torch.equal(lab.step(wrapper, x, key=BatchDescriptor(2))[:, 0], torch.tensor([5.0, 6.0]))

@@ -45,6 +45,7 @@ from graphrt.externals.places import (
     parts_of_partial,
     read_member,
 )
+from graphrt.externals.prepared import Prepared
 from graphrt.externals.reachable import Reach, reach
 from graphrt.externals.unwatched import Unwatched
 from graphrt.values import same_host_value, walk
@@ -120,14 +121,48 @@ class HeldByResource(NamedTuple):
 
     def has_moved(self) -> bool:
         """True if other memory stands there now. Its shape may be that of each batch."""
-        value = self.way[0].owner
-        for place in self.way:
-            if type(value) is not type(place.owner):
-                return True
-            value = READ[place.kind](value, place.name)
-        value = self.held.part_of(value)
+        value = self.held.part_of(_read_by_way(self.way))
         is_strided = is_tensor(value) and value.layout is torch.strided
         return not is_strided or value.data_ptr() != self.address
+
+
+class SetByResource(NamedTuple):
+    """A host value that a resource may set before each run, and what it was at the capture.
+
+    ``way``: The places from the resource to it. ``set_at``: those of them where it sets something:
+    the value, an object or entry with the value in it, or both.
+    """
+
+    way: tuple[Place, ...]
+    set_at: tuple[Place, ...]
+    value: Any
+
+    def is_other(self) -> bool:
+        """True if another value stands there now."""
+        return not same_host_value(self.value, _read_by_way(self.way))
+
+
+class SetByResources:
+    """Host values that resources may set before each run, as they were when this was made."""
+
+    def __init__(self, items: Iterable[SetByResource]) -> None:
+        self._items = tuple(items)
+        # Mostly the same objects stand there, which takes a tenth of the time to tell. What is
+        # below them is looked at like all that the callable reads.
+        places = {id(place): place for item in self._items for place in item.set_at}.values()
+        self._places = Columns([place._replace(value=place.read()) for place in places])
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def others(self) -> list[SetByResource]:
+        """Those that are others now."""
+        return [item for item in self._items if item.is_other()] if self._places.changed() else []
+
+    def without(self, others: Iterable[SetByResource]) -> SetByResources:
+        """All but these, and what is set with them."""
+        first = {id(item.set_at[0]) for item in others}
+        return SetByResources(item for item in self._items if id(item.set_at[0]) not in first)
 
 
 class TensorRef(NamedTuple):
@@ -182,12 +217,7 @@ class Reads:
         self._has_breaks = found.outside_breaks is not None
         if not breaks:
             found = found.outside_breaks or found
-        of_resources = _parts_of(prepared)
-
-        def is_prepared(place: Place) -> bool:
-            # A module in a resource is the model's, and stays.
-            return id(place.owner) in of_resources and not _is_module(place.value)
-
+        of_resources = Prepared(prepared)
         values: list[Place] = []
         unread: list[Unwatched] = []
         links: list[Place] = []
@@ -208,13 +238,17 @@ class Reads:
                         raise
                     because = f"code of its class raises {type(error).__name__}"
                     unread.append(Unwatched(place.path, name_of(type(value)), because))
-            elif not is_prepared(place):
+            elif not of_resources.may_set(place):
                 (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
         """Named host values."""
         self.tensors = tuple(tensors)
         code = [place for place in links if issubclass(type(place.value), _CODE)]
         used = _prefixes([item.name for item in tensors] + [p.path for p in (*values, *code)])
+        self._set_before_runs = list(filter(of_resources.may_set, self._found))
+        """Where resources may put another value before a run."""
+        self._below_these = list(self._below(self._set_before_runs, of_resources))
+        """Where they thereby do."""
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
         self.links = tuple(
@@ -228,9 +262,11 @@ class Reads:
         """The host values, as of the last look for a capture."""
         self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
-        self.prepared = frozenset(place.path for place in filter(is_prepared, self._found))
-        """Names of what resources own."""
-        self._of_resources = {id(place.value): place for place in filter(is_prepared, self._found)}
+        owned_places = list(filter(of_resources.owns, self._found))
+        settings = {place.path for place in (*values, *links)}
+        self.prepared = frozenset(p.path for p in owned_places if p.path not in settings)
+        """Names of what resources own and may set before each run."""
+        self._of_resources = {id(place.value): place for place in owned_places}
         """By id of an object that a resource owns, the place where it stands."""
         self.touched_of_resources: set[str] = set()
         """Names of what resources own and graphs of the callable are known to read."""
@@ -268,13 +304,45 @@ class Reads:
             if item.touched:
                 self.touched_of_resources.add(item.name)
             if item.name in self.touched_of_resources:
-                way = [item.place]
-                # Objects may lead to one another in a circle.
-                while (above := self._of_resources.get(id(way[0].owner))) and len(way) < 32:
-                    way.insert(0, above)
-                found.append(HeldByResource(item, tuple(way), item.tensor.data_ptr()))
+                found.append(HeldByResource(item, self._way_to(item.place), item.tensor.data_ptr()))
                 self._by_resource[item.name] = found[-1]
         return found
+
+    def set_by_resources(self) -> SetByResources:
+        """Named host values that resources may set before each run, as they are now."""
+        known = set(map(id, self._set_before_runs))
+        found = []
+        all_places = {id(each): each for each in (*self._set_before_runs, *self._below_these)}
+        for place in all_places.values():
+            if not (is_tensor(place.value) or self._leads_on(place)):
+                way = self._way_to(place)
+                # What stands in a tuple stays.
+                set_at = [
+                    step
+                    for step in way
+                    if id(step) in known and not issubclass(type(step.owner), tuple)
+                ]
+                if set_at:
+                    found.append(SetByResource(way, tuple(set_at), _read_by_way(way)))
+        return SetByResources(found)
+
+    def _below(self, places: Iterable[Place], resources: Prepared) -> Iterator[Place]:
+        """What resources own in the objects that stand at these places."""
+        kept = (torch.nn.Module, *_CODE)
+        objects = {id(place.value) for place in places if self._leads_on(place)}
+        for place in self._found:  # A parent before what was reached through it.
+            if id(place.owner) in objects and resources.owns(place):
+                yield place
+                if self._leads_on(place) and not issubclass(type(place.value), kept):
+                    objects.add(id(place.value))
+
+    def _way_to(self, place: Place) -> tuple[Place, ...]:
+        """The places from a resource to this one, which lies in it."""
+        way = [place]
+        # Objects may lead to one another in a circle.
+        while (above := self._of_resources.get(id(way[0].owner))) and len(way) < 32:
+            way.insert(0, above)
+        return tuple(way)
 
     def is_of(self, target: object, *, breaks: bool) -> bool:
         """True for a walk of ``target``, with what break points alone reach or without."""
@@ -694,6 +762,22 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return torch.Tensor.untyped_storage(tensor) if is_strided else None
 
 
+def _read_by_way(way: tuple[Place, ...]) -> Any:
+    """What stands at its end now, whichever objects it leads through; of other kinds, nothing."""
+    steps = list(_steps_of(way))
+    return steps[-1].value if len(steps) == len(way) else MISSING
+
+
+def _steps_of(way: tuple[Place, ...]) -> Iterator[Place]:
+    """The places on a way as they are now, up to an object of another kind."""
+    value = way[0].owner
+    for place in way:
+        if type(value) is not type(place.owner):
+            return
+        owner, value = value, READ[place.kind](value, place.name)
+        yield place._replace(owner=owner, value=value)
+
+
 def _told(tensor: torch.Tensor) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
@@ -803,19 +887,6 @@ def _id_of(place: Place) -> tuple[int, Any, str]:
 
 def _is_module(item: object) -> bool:
     return issubclass(type(item), torch.nn.Module)
-
-
-def _parts_of(resources: Iterable[object]) -> set[int]:
-    """Ids of resources and of the plain objects and containers that they are made of."""
-    found: dict[int, object] = {}
-    pending = list(resources)
-    while pending and len(found) < 4096:
-        item = pending.pop()
-        if id(item) in found or issubclass(type(item), (torch.nn.Module, torch.Tensor, type)):
-            continue
-        found[id(item)] = item
-        pending += (part for _, part in parts_in(item))
-    return set(found)
 
 
 def _same_code(before: object, now: object) -> bool:

@@ -516,7 +516,7 @@ class Walk:
         own = [kind for kind, known in self._classes.items() if not known.is_foreign]
         own += [type(kind) for kind in own]
         bases = dict.fromkeys(base for kind in own for base in kind.__mro__)
-        yield from (kind for kind in bases if not self._is_foreign(module_of(kind)))
+        yield from (kind for kind in bases if not self.is_foreign(module_of(kind)))
         yield from self._scopes.values()
 
     def _enter(self, path: str, value: Any) -> None:
@@ -545,7 +545,7 @@ class Walk:
 
     def _enter_package(self, path: str, value: ModuleType) -> None:
         own = attributes_of(value)
-        if not self._is_foreign(own.get("__name__")):
+        if not self.is_foreign(own.get("__name__")):
             self._scopes[id(own)] = own
             self._enter_attributes(path, value, own)
             self._stack.append((f"{path}.__getattr__()", own.get("__getattr__")))
@@ -783,7 +783,7 @@ class Walk:
             if not is_foreign(module_of(base)):
                 yield _entries(f"{base.__qualname__}.__dict__", vars(base), names)
 
-    def _is_foreign(self, module: object) -> bool:
+    def is_foreign(self, module: object) -> bool:
         """True for torch and the standard library, and for installed packages none of whose modules
         the callable has: what their code names is theirs, and there may be much of it."""
         if is_foreign(module):
@@ -927,7 +927,7 @@ class Walk:
     def _enter_class(self, path: str, kind: type) -> None:
         """A class that code names: of its members, those that code names, and what runs where code
         makes an object of it."""
-        if not self._is_foreign(kind.__dict__.get("__module__")):
+        if not self.is_foreign(kind.__dict__.get("__module__")):
             self._objects.setdefault(path, kind)
             known = self._know(kind)
             prefix = _below(path)
@@ -997,7 +997,7 @@ class Walk:
             for name, value in defaults_of(function):
                 self._add(Place(name, function, name, "default", value))
         names = names_in(function.__code__)
-        is_others = self._is_foreign(home)
+        is_others = self.is_foreign(home)
         texts = [text for text in names.strings if type(text) is str]
         if known is not None:
             self._name_own_of(function, names, known)
@@ -1130,13 +1130,13 @@ class Walk:
             for name in chain[1:-1]:
                 owner = MISSING if owner is MISSING else read_attribute(owner, name)
             kind = type(owner)
-            if issubclass(kind, type) and self._is_foreign(module_of(owner)):
+            if issubclass(kind, type) and self.is_foreign(module_of(owner)):
                 found = read_attribute(owner, chain[-1])
                 self._add(Place(".".join(chain), owner, chain[-1], "member", found))
             elif issubclass(kind, ModuleType):
                 of = attributes_of(owner)
                 found = of.get(chain[-1], MISSING)
-                if found is MISSING or self._is_foreign(of.get("__name__")):
+                if found is MISSING or self.is_foreign(of.get("__name__")):
                     self._add(Place(".".join(chain), of, chain[-1], "global", found))
 
     def _note_code(self, function: FunctionType, names: Names) -> None:
@@ -1191,7 +1191,7 @@ class Walk:
         known = self._classes.get(kind)
         if known is None:
             # A lazy module is a module: what its own code keeps is how it imports.
-            is_others = issubclass(kind, ModuleType) or self._is_foreign(module_of(kind))
+            is_others = issubclass(kind, ModuleType) or self.is_foreign(module_of(kind))
             known = self._classes[kind] = _Class(kind, is_others)
             for name, values in known.members.items():
                 if name in self._names or name.startswith("__"):
@@ -1262,12 +1262,12 @@ class Walk:
         for base, name in hidden:
             value = base.__dict__.get(name, MISSING)
             is_told = type(value) is FunctionType or not (value is MISSING or name.startswith("__"))
-            if is_told and not self._is_foreign(module_of(base)):
+            if is_told and not self.is_foreign(module_of(base)):
                 yield Place(f"{base.__qualname__}.{name}", base, name, "member", value)
 
     def _name_own_of(self, function: FunctionType, names: Names, known: _Class) -> None:
         """Follow what a method reads of its object, whichever class inherits it."""
-        is_others = self._is_foreign(function.__globals__.get("__name__"))
+        is_others = self.is_foreign(function.__globals__.get("__name__"))
         counts = {chain[-1] for chain in names.assigned} if is_others else set()
         self._name_own(known, names.own - counts)
         if is_others:
@@ -1299,7 +1299,7 @@ class Walk:
                 value = value.fget
             elif type(value) in (functools.cached_property, functools.partialmethod):
                 value = value.func
-            elif not self._is_foreign(module_of(type(value))) and not _is_data(value):
+            elif not self.is_foreign(module_of(type(value))) and not _is_data(value):
                 known.guessed |= _guessed_by_descriptor(type(value))
                 self._stack.append((type(value).__name__, value))
             if type(value) is FunctionType and id(value) not in known.methods:

@@ -39,6 +39,7 @@ from graphrt.errors import (
     ForkedProcessError,
     GraphMemoryError,
     GraphrtError,
+    InvalidProgramError,
     LibraryClosedError,
     RankError,
     RankLostError,
@@ -561,7 +562,9 @@ class GraphLibrary:
         kept, and the objects on the way there. A copy into a weight leaves programs valid; a
         replaced weight or value makes those that read it ``invalid`` (on a device that cannot see
         all that a graph reads: every program of the owner). Their steps raise
-        ``InvalidProgramError`` until they are captured again.
+        ``InvalidProgramError`` until they are captured again. A tensor that stands elsewhere in
+        one of ``resources`` may belong to another key: programs that read it ask from then on in
+        each call, for which the resource is prepared, and become ``invalid`` where it is another.
         """
         lookup = Lookup()
         moved: dict[str, dict[Program, list[str]]] = {}
@@ -570,6 +573,8 @@ class GraphLibrary:
                 names = program.find_moved(lookup)
                 if names:
                     moved.setdefault(program.owner, {})[program] = names
+                elif program.suspected:
+                    program.ask_each_time(partial(self.require_in_place, program))
         invalidated = []
         for owner, programs in moved.items():
             exact = all(program.knows_externals for program in programs)
@@ -585,9 +590,18 @@ class GraphLibrary:
         owners = dict.fromkeys(program.owner for program in self._of_owner(owner))
         return sum(len(self._invalidate(one, self._of_owner(one), {})) for one in owners)
 
-    def invalidate_moved(self, program: Program, names: Sequence[str]) -> None:
-        """Make ``program`` invalid, because of what was found beside ``check_externals``."""
-        self._invalidate(program.owner, [program], {program: names})
+    def require_in_place(self, program: Program) -> None:
+        """Make ``program``, for whose key resources are prepared, invalid and raise
+        ``InvalidProgramError`` where they have put elsewhere what it reads."""
+        if program.suspected and (names := program.find_replaced_by_resources()):
+            self._invalidate(program.owner, [program], {program: names})
+            raise InvalidProgramError(
+                program.title,
+                expected="what resources own and graphs read, where it was at the capture",
+                found=f"replaced by prepare(): {', '.join(names)}",
+                do="let prepare() write into the tensors that it finds, of the largest size; "
+                "steps run eager now, until capture() is called again",
+            )
 
     def _invalidate(
         self, owner: str, programs: Iterable[Program], moved: Mapping[Program, Sequence[str]]

@@ -28,7 +28,7 @@ from graphrt.errors import (
     StreamRaceError,
     UnkeyedValueError,
 )
-from graphrt.externals.held import HeldByResource, HeldTensor, Lookup, Reads
+from graphrt.externals.held import HeldByResource, HeldTensor, Lookup, Reads, SetByResources
 from graphrt.externals.places import Place
 from graphrt.externals.unwatched import Unwatched
 from graphrt.graphs.generated import make_function
@@ -265,6 +265,8 @@ class Program:
     ``moved``: what was replaced, once it is invalid; empty if it was made so by hand.
     ``suspected``: what resources own of what it reads and have replaced, perhaps because another
     key has its own: only once they are prepared can be told whether a replay reads the right one.
+    ``set_by_resources``: host values that resources may set before each run, as they were at the
+    capture, but those with others of which a run was right.
     ``check``: raises unless the arguments are those that were captured. ``replay``: launches the
     segments; the first call of ``check`` installs it.
     """
@@ -295,12 +297,14 @@ class Program:
     is_compared: bool = field(init=False, default=False)
     moved: tuple[str, ...] | None = field(init=False, default=None)
     suspected: Sequence[HeldByResource] = field(init=False, default=())
+    set_by_resources: SetByResources = field(init=False)
     _of_resources: Sequence[HeldByResource] = field(init=False)
     _ignored: frozenset[str] = field(init=False)
     _filename: str = field(init=False)
     _function: Replay = field(init=False)
     _stream: Stream | None = field(init=False, default=None)
     _recheck: Callable[[], object] | None = field(init=False, default=None)
+    _ask: Callable[[], object] | None = field(init=False, default=None)
     _is_retired: bool = field(init=False, default=False)
     _refusal: Callable[[], GraphrtError] | None = field(init=False, default=None)
     _checker: Checker | None = field(init=False, default=None)
@@ -310,6 +314,7 @@ class Program:
         assert self.reads is not None, "let go of when it is retired"
         self.values, self._ignored = tuple(self.values), self.reads.prepared
         self._of_resources = self.reads.held_by_resources(self.externals)
+        self.set_by_resources = self.reads.set_by_resources()
         self.has_eager = any(isinstance(segment, EagerSegment) for segment in self.segments)
         self._filename = _free_filename(self.title)
         guard = (self.replaying, self.title) if self.has_eager else None
@@ -447,6 +452,16 @@ class Program:
         """Names of what is suspected that resources, prepared for its key, have put elsewhere."""
         return [item.held.name for item in self.suspected if item.has_moved()]
 
+    def find_set_otherwise(self) -> list[str]:
+        """Names of host values that resources, prepared for its key, have set to others than at the
+        capture."""
+        return [item.way[-1].path for item in self.set_by_resources.others()]
+
+    def accept_set_otherwise(self) -> None:
+        """Let these and what is set with them differ from here on: a run with others was right."""
+        if others := self.set_by_resources.others():
+            self.set_by_resources = self.set_by_resources.without(others)
+
     def settle(self, lookup: Lookup) -> None:
         """Leave out what the callable has itself changed since the capture: counters, flags.
 
@@ -463,6 +478,11 @@ class Program:
     def suspect(self, recheck: Callable[[], object]) -> None:
         """Let the next check of arguments call ``recheck`` first."""
         self._recheck = recheck
+        self._install()
+
+    def ask_each_time(self, ask: Callable[[], object]) -> None:
+        """Let every later check of arguments call ``ask`` first."""
+        self._ask = ask
         self._install()
 
     def invalidate(self, names: Sequence[str] = ()) -> None:
@@ -490,7 +510,8 @@ class Program:
         self.outputs = None
         self.externals = self.values = ()
         self._of_resources = self.suspected = ()
-        self.reads = None
+        self.set_by_resources = SetByResources(())
+        self.reads = self._ask = None
 
     def _install(self) -> None:
         """Set ``check`` and ``replay`` to what the state allows."""
@@ -504,11 +525,22 @@ class Program:
         elif self._recheck is not None:
             self.check = self._check_suspected
         elif self._checker is None:
-            self.check = self._check_first
+            self.check = self._after_asking(self._check_first)
             self.replay = _raising(self._unchecked_error)
         else:
-            self.check = self._checker
+            self.check = self._after_asking(self._checker)
             self.replay = self._function if self.has_eager else self._replay_asking
+
+    def _after_asking(self, check: Checker) -> Checker:
+        ask = self._ask
+        if ask is None:
+            return check
+
+        def ask_and_check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            ask()
+            check(args, kwargs)
+
+        return ask_and_check
 
     def _replay_asking(self) -> None:
         """Replay unless another program is in the middle; ask no more until one begins."""

@@ -234,13 +234,14 @@ class Comparisons:
 
     # -- of steps
 
-    def sample(self, ready: ReadyGraph, call: Call) -> Any:
-        """Replay a step and run it eagerly: on the padded views and as it is, in turns."""
+    def sample(self, ready: ReadyGraph, call: Call, *, pads: bool = True) -> Any:
+        """Replay a step and run it eagerly: on the padded views and, with ``pads``, as it is, in
+        turns."""
         with self._among_ranks(ready.entry):
             # A value may be an output of the run before, which the first replay here overwrites.
             staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
             call = call._replace(values=own_copy(dict(call.values)), staged=staged)
-            pads = self._pads and call.sizes != ready.bound.sizes
+            pads = pads and self._pads and call.sizes != ready.bound.sizes
             # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in
             # common.
             self._pads = not self._pads and self.lockstep is None
@@ -321,7 +322,7 @@ class Comparisons:
             return self._replay_compared(ready, call)
 
         whole, _ = self._overwritten()
-        return check_replay(
+        found = check_replay(
             mode=ready.mode,
             key=key,
             run_eager=run_eager,
@@ -340,6 +341,7 @@ class Comparisons:
             find_moved=lambda: (
                 *ready.program.find_moved(),
                 *ready.program.find_replaced_by_resources(),
+                *ready.program.find_set_otherwise(),
             ),
             kept=ready.program.unchecked,
             observer=self.observer,
@@ -347,6 +349,8 @@ class Comparisons:
             can_repeat=self.lockstep is None,
             observes=executor.options.observe != "never",
         )
+        ready.program.accept_set_otherwise()
+        return found
 
     def compare_padding(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from graphrt.batch import BatchDescriptor, RuntimeMode
 from graphrt.context import ForwardContext
 from graphrt.device.torch_modes import is_any_autocast_enabled
-from graphrt.errors import InputMismatchError, InvalidProgramError, UnkeyedValueError
+from graphrt.errors import InputMismatchError, UnkeyedValueError
 from graphrt.externals import autocast_dtype, autocast_error
 from graphrt.graphs import (
     BoundBuffers,
@@ -74,6 +74,10 @@ class Call(NamedTuple):
     """Where an eager run is cut into micro-batches."""
 
 
+RunBothWays: TypeAlias = Callable[["ReadyGraph", Call], Any]
+"""Replays a call and runs it eagerly; raises if they differ."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyGraph:
     """What the replay of one key needs, looked up once.
@@ -89,10 +93,10 @@ class ReadyGraph:
     program: Program
     unpad: Callable[[Sizes], Any]
     has_eager: bool
-    check: Callable[[Any], None] | None
+    check: Callable[[Any], RunBothWays | None] | None
     """Called with ``step_info`` before each replay, where there is something to compare: every
     address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``,
-    what resources were seen to replace."""
+    what resources were seen to replace, or set. Returns what to call where only that can tell."""
 
     def lacks_check(self) -> bool:
         """True if it was made before there was something to compare."""
@@ -119,6 +123,9 @@ class Executor:
     written_rows: Mapping[torch.Tensor, str]
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
+    run_both_ways: RunBothWays | None = None
+    """For calls for which resources have set host values that no comparison has seen; None: such
+    a call is replayed."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
     """What the forward context of an eager run says: each rank's own size."""
 
@@ -227,18 +234,21 @@ class Executor:
         mode, key, has_eager = entry.mode, entry.key, program.has_eager
         return ReadyGraph(mode, key, entry, bound, program, unpad, has_eager, check)
 
-    def _check_of(self, program: Program, bound: BoundBuffers) -> Callable[[Any], None] | None:
+    def _check_of(
+        self, program: Program, bound: BoundBuffers
+    ) -> Callable[[Any], RunBothWays | None] | None:
         """What is compared before each replay beside what costs nothing; None if that is all."""
         is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self.has_step_info
         is_constant = program.reads_step_info and program.key in self._constant_info
-        is_suspect = bool(program.suspected)
+        is_suspect = program.suspected or (self.run_both_ways and program.set_by_resources)
         if not (is_pointer or never_informed or is_constant or program.autocast or is_suspect):
             return None
         constant = self._constant_info.get(program.key)
 
-        def check(step_info: Any) -> None:
-            if autocast_dtype(self._device_type) is not program.autocast:
+        def check(step_info: Any) -> RunBothWays | None:
+            may_be_other = program.autocast is not None or is_any_autocast_enabled()
+            if may_be_other and autocast_dtype(self._device_type) is not program.autocast:
                 raise autocast_error(program.key, program.autocast)
             if never_informed and step_info is not None:
                 raise UnkeyedValueError(
@@ -258,17 +268,10 @@ class Executor:
                     do="vary it with the seed of the example, and read in an eager segment what "
                     "changes from step to step",
                 )
-            if program.suspected and (names := program.find_replaced_by_resources()):
-                self.library.invalidate_moved(program, names)
-                raise InvalidProgramError(
-                    program.title,
-                    expected="what resources own and graphs read, where it was at the capture",
-                    found=f"replaced by prepare(): {', '.join(names)}",
-                    do="let prepare() write into the tensors that it finds, of the largest size; "
-                    "steps run eager now, until capture() is called again",
-                )
+            self.library.require_in_place(program)
             if is_pointer:
                 program.check((), bound.views)
+            return self.run_both_ways if program.set_by_resources.others() else None
 
         return check
 
@@ -286,7 +289,9 @@ class Executor:
             resource.prepare(ready.key, step_info)
         check = ready.check
         if check is not None:
-            check(step_info)
+            run_both_ways = check(step_info)
+            if run_both_ways is not None:
+                return run_both_ways(ready, Call(values, sizes, staged, step_info))
         elif is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
             raise autocast_error(ready.key, None)
         if ready.has_eager:

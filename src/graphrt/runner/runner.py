@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -265,6 +266,8 @@ class CUDAGraphRunner:
             reads_padding=reads_padding,
             is_strict=on_miss == "strict",
         )
+        if verify == "first" and lockstep is None:  # Ranks compare together, or not at all.
+            self._executor.run_both_ways = partial(self._compare, pads=False)
         self._captures = Captures(self._keys, self._comparisons)
         self._watch = Watch(watch)
         self._watch.start()
@@ -678,14 +681,14 @@ class CUDAGraphRunner:
             return decision
         return Decision(RuntimeMode.NONE, batch_key(key, staged), entry.reason)
 
-    def _compare(self, ready: ReadyGraph, call: Call) -> Any:
-        """Also run eagerly, on the padded views and on the batch as it is in turns.
+    def _compare(self, ready: ReadyGraph, call: Call, *, pads: bool = True) -> Any:
+        """Also run eagerly, on the padded views and, with ``pads``, on the batch as it is in turns.
 
         A program that differs is never replayed again. Nor is any, where there are other ranks,
         whose comparison raised: the others have heard of it, and drop theirs.
         """
         try:
-            return self._comparisons.sample(ready, call)
+            return self._comparisons.sample(ready, call, pads=pads)
         except Exception as error:
             if self._comparisons.lockstep is None and not isinstance(error, VerificationError):
                 raise
@@ -893,6 +896,7 @@ class CUDAGraphRunner:
         was_closed, self._is_closed = self._is_closed, True
         self._watch.stop()
         self._executor.outputs.expire()
+        self._executor.run_both_ways = None  # It refers to this runner.
         self._ready = {mode: {} for mode in RuntimeMode}
         self._captures.host = None
         self.dispatcher = NoDispatcher(closed_error)

@@ -64,7 +64,7 @@ class SwitchingAttention:
         self._build = build
         self._captured: dict[BatchDescriptor, None] = {}
         """The keys of FULL graphs that were captured."""
-        self._is_eager = False
+        self._is_eager = self._is_built = False
 
     @property
     def switching(self) -> SwitchingAttention:
@@ -80,7 +80,7 @@ class SwitchingAttention:
             return None
         if failure:
             return Switch((), failure)
-        self._serving = self._later
+        self._is_built = True
         return Switch(tuple(self._captured), "")
 
     def close(self) -> None:
@@ -91,6 +91,8 @@ class SwitchingAttention:
         if key.num_reqs is not None and step_info is None:
             self._captured[key] = None
         self._is_eager = key.num_reqs is None
+        if self._is_built:  # Set here: no graph may hold which one it is.
+            self._serving = self._later
         self._serving.prepare(key, step_info)
 
     def begin(self, positions: Tensor, attn: AttentionInputs) -> tuple[Tensor, ...]:
