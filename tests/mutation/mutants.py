@@ -1350,7 +1350,7 @@ MUTANTS = [
         "every attribute of a resource is a setting",
         "graphrt/externals/prepared.py",
         "if self._sets_any or place.name in self._assigned:",
-        "if False:",
+        "if not place:",
         RESOURCES,
     ),
     Mutant(

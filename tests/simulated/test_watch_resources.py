@@ -285,6 +285,9 @@ class Scaled:
             self.meta = SimpleNamespace(inner=Config(scale))
         elif self.kind == "of a mapping":
             self.meta = {"many": {"of": scale}}
+        elif self.kind == "absent at first":
+            if scale != 2.0:
+                self.late = scale
         elif self.kind == "of an object in place":
             self.space.number = scale
             self.space = self.space
@@ -304,12 +307,14 @@ class Scaled:
             return self.meta.inner.bias
         if self.kind == "of a mapping":
             return self.meta["many"]["of"]
+        if self.kind == "absent at first":
+            return getattr(self, "late", 2.0)
         return self.space.number if self.kind == "of an object in place" else self.meta.number
 
 
 KINDS = (
     *("attribute", "entry", "array", "length", "of another object"),
-    *("of a record", "of a mapping", "of an object in place"),
+    *("of a record", "of a mapping", "of an object in place", "absent at first"),
 )
 
 

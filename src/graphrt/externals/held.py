@@ -150,14 +150,23 @@ class SetByResources:
         # Mostly the same objects stand there, which takes a tenth of the time to tell. What is
         # below them is looked at like all that the callable reads.
         places = {id(place): place for item in self._items for place in item.set_at}.values()
-        self._places = Columns([place._replace(value=place.read()) for place in places])
+        found = [_looks_at(place._replace(value=place.read()), in_turns=False) for place in places]
+        self._looks = [look for looks, _ in found for look in looks]
+        self._details = [detail for _, details in found for detail in details]
 
     def __len__(self) -> int:
         return len(self._items)
 
     def others(self) -> list[SetByResource]:
         """Those that are others now."""
-        return [item for item in self._items if item.is_other()] if self._places.changed() else []
+        # Loops, because each step asks, and there are few.
+        for get, box, name, value in self._looks:
+            if get(box, name) is not value:
+                return [item for item in self._items if item.is_other()]
+        for detail_of, value, detail in self._details:
+            if detail_of(value) != detail:
+                return [item for item in self._items if item.is_other()]
+        return []
 
     def without(self, others: Iterable[SetByResource]) -> SetByResources:
         """All but these, and what is set with them."""

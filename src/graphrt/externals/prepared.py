@@ -9,7 +9,7 @@ from types import FunctionType
 import torch
 
 from graphrt.externals.code_names import names_in
-from graphrt.externals.places import Place, module_of, parts_in
+from graphrt.externals.places import MISSING, Place, module_of, parts_in
 from graphrt.externals.reachable import Walk
 
 _PREPARING = ("reserve", "prepare_for_capture", "freeze", "prepare")
@@ -62,11 +62,13 @@ class _Preparing:
         kind = type(place.owner)
         if issubclass(kind, _CONTAINERS) or type(place.name) is not str:
             return id(place.owner) in self._entered
-        if self._sets_any or place.name in self._assigned:
-            return True
-        # The code of a package that is not the resource's own was not read.
-        is_read = not self._walk.is_foreign(module_of(kind))
-        return not is_read and place.name in _assigned_by_methods(kind)  # type: ignore[arg-type]
+        if place.value is not MISSING:
+            if self._sets_any or place.name in self._assigned:
+                return True
+            # The code of a package that is not the resource's own was not read.
+            if not self._walk.is_foreign(module_of(kind)):
+                return False
+        return place.name in _assigned_by_methods(kind)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)

@@ -593,7 +593,7 @@ class GraphLibrary:
     def require_in_place(self, program: Program) -> None:
         """Make ``program``, for whose key resources are prepared, invalid and raise
         ``InvalidProgramError`` where they have put elsewhere what it reads."""
-        if program.suspected and (names := program.find_replaced_by_resources()):
+        if names := program.find_replaced_by_resources():
             self._invalidate(program.owner, [program], {program: names})
             raise InvalidProgramError(
                 program.title,

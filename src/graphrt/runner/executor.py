@@ -268,7 +268,8 @@ class Executor:
                     do="vary it with the seed of the example, and read in an eager segment what "
                     "changes from step to step",
                 )
-            self.library.require_in_place(program)
+            if program.suspected:
+                self.library.require_in_place(program)
             if is_pointer:
                 program.check((), bound.views)
             return self.run_both_ways if program.set_by_resources.others() else None
