@@ -669,6 +669,29 @@ def test_what_a_capture_refuses_in_traced_code_names_its_line(model, error, leve
     assert "the line" in linecache.getline(__file__, int(place[1]))
 
 
+class WritesBetween(Formula):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("others", torch.zeros(1))
+
+    def between(self, hidden):
+        first = self.steps.cumsum_(0)  # the first line
+        hidden = torch.tanh(hidden + first)
+        return hidden + self.others.cumsum_(0)  # the second line
+
+
+def test_write_between_alike_pieces_names_the_line_of_its_own_piece():
+    ops = ["aten::cumsum_"]
+    with (
+        compiled(model=WritesBetween(), ops=ops) as lab,
+        pytest.raises(StateAdvancedError) as caught,
+    ):
+        lab.runtime.capture()
+    lines = re.findall(rf"{re.escape(__file__)}:(\d+) in between", caught.value.found)
+    told = [linecache.getline(__file__, int(line)).partition("# ")[2] for line in lines]
+    assert told == ["the first line\n", "the second line\n"]
+
+
 # -- what replaces guards
 
 

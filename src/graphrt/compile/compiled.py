@@ -313,7 +313,7 @@ class _Compilation:
         self._audit.changed = side_effects = refuse_side_effects()
         self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
         began = perf_counter()
-        refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
+        refuse_values(graph, ops.find)
         symbols = self._symbols = self._symbols_of(graph, inputs)
         num_noops = 0
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
@@ -412,7 +412,7 @@ class _Compilation:
             if any(splitter.operator_of(node) in plain for node in piece.nodes):
                 with mode, enable_python_dispatcher():
                     module = splitter.written_out(module, plain, inputs)
-                structure = splitter.structure_of(module, module.graph, symbols.names)
+                structure = splitter.structure_of(module, symbols.names)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)

@@ -251,7 +251,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
             entered.append(node)
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             entered.remove(node.args[0])
-        elif ops.find(node) is not None:
+        else:
             around = [
                 f"autocast({kind!r}, {dtype}, enabled={is_on})"
                 for kind, dtype, is_on, *_ in (one.args for one in entered)
@@ -259,7 +259,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
             ]
             if any(is_of_transform(one.meta.get("example_value")) for one in node.all_input_nodes):
                 around.append("torch.vmap, or another transform of functions,")
-            if around:
+            if around and ops.find(node) is not None:
                 raise CompileError(
                     f"{node.name} at {line_of(node)}",
                     expected="a splitting op outside every autocast and torch.vmap of the model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from traceback import FrameSummary
 from typing import Any
 
@@ -103,11 +103,12 @@ def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:
     )
 
 
-def refuse_values(nodes: Iterable[fx.Node]) -> None:
+def refuse_values(graph: fx.GraphModule, cut_at: Callable[[fx.Node], object]) -> None:
     """Errors: ``GraphBreakError`` for a size or number that depends on the contents of a tensor,
-    because a graph that is captured would hold that of the capture."""
-    for node in nodes:
-        if node.op != "placeholder" and node.meta.get("unbacked_bindings"):
+    because a graph that is captured would hold that of the capture. ``cut_at``: None of others."""
+    for node in graph.graph.nodes:
+        depends = node.op != "placeholder" and node.meta.get("unbacked_bindings")
+        if depends and cut_at(node) is None:
             source = line_of(node)
             raise GraphBreakError(
                 f"{node.name} at {source}" if source else node.name,
