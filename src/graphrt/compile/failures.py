@@ -36,6 +36,8 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 """What changes in them is not told by attributes."""
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+_UNBACKED = re.compile(r"\bz?uf?\d+\b")
+"""What torch calls sizes and numbers that it does not know while it traces."""
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
 
@@ -60,7 +62,19 @@ def translated(error: Exception) -> GraphrtError:
         return stop
     is_value_asked = isinstance(error, exc.UserError | GuardOnDataDependentSymNode)
     if is_value_asked and "data-dependent expression" in first:
-        expression = first.partition("data-dependent expression ")[2].partition(" (")[0]
+        told = first.partition("data-dependent expression ")[2]
+        expression, _, about = told.partition(" (unhinted")
+        _, is_told, sizes = about.partition("Size-like symbols: ")
+        values = {*_UNBACKED.findall(expression)} - {*_UNBACKED.findall(sizes)}
+        if is_told and values:
+            return GraphBreakError(
+                f"branch on a value of a tensor{at}",
+                expected="code that runs alike whatever tensors contain, because a replay asks no "
+                "value",
+                found=f"{expression}, where {' and '.join(sorted(values))} came out of a tensor",
+                do=f"choose on the device, as torch.where does, or {_PUT_ASIDE}",
+                source=str(source),
+            )
         found = f"{expression}, where u0, u1 ... are sizes that vary or numbers out of a tensor"
         return shape_guard(at, found, str(source))
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
