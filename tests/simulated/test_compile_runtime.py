@@ -669,21 +669,24 @@ def test_what_a_capture_refuses_in_traced_code_names_its_line(model, error, leve
     assert "the line" in linecache.getline(__file__, int(place[1]))
 
 
-class WritesBetween(Formula):
+class WritesTwice(Formula):
     def __init__(self):
         super().__init__()
         self.register_buffer("others", torch.zeros(1))
 
     def between(self, hidden):
-        first = self.steps.cumsum_(0)  # the first line
-        hidden = torch.tanh(hidden + first)
+        hidden = torch.sigmoid(hidden)
+        hidden = hidden + self.steps.cumsum_(0)  # the first line
+        hidden = torch.sigmoid(hidden)
         return hidden + self.others.cumsum_(0)  # the second line
 
 
-def test_write_between_alike_pieces_names_the_line_of_its_own_piece():
-    ops = ["aten::cumsum_"]
+@pytest.mark.parametrize("op", ["aten::cumsum_", "torch.sigmoid"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_write_of_a_piece_names_its_own_line_beside_an_alike_piece(op, backend):
+    options = {"ops": [op], "asked": {"compilation": {"backend": backend}}}
     with (
-        compiled(model=WritesBetween(), ops=ops) as lab,
+        compiled(model=WritesTwice(), **options) as lab,
         pytest.raises(StateAdvancedError) as caught,
     ):
         lab.runtime.capture()

@@ -42,9 +42,9 @@ _ENDS = ("placeholder", "output")
 Kind = Literal["captured", "splitting"]
 """``splitting``: runs eagerly between graphs."""
 
-Describe = Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]]
-"""Says what a call with these arguments returns, without making it: new tensors as ``meta`` ones,
-and views of arguments; and the positions of those that it writes."""
+Described = tuple[tuple[Any, ...], Mapping[int, str]]
+"""What a call returns, new tensors as ``meta`` ones, and views of arguments; and the positions of
+those that it writes, each with the user's line, "" where that is not known."""
 
 
 class PieceInfo(NamedTuple):
@@ -60,8 +60,8 @@ class PieceInfo(NamedTuple):
     """Equal for pieces that compute the same, and share compiled code."""
     is_opaque: bool = False
     """True if its kernels cannot be seen by a dispatch mode: see ``describe``."""
-    describe: Describe | None = None
-    """Of an opaque piece."""
+    describe: Callable[[Sequence[Any]], Described] | None = None
+    """Of an opaque piece: what a call with these arguments would do."""
 
 
 Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
@@ -79,7 +79,7 @@ class Piece(NamedTuple):
     outputs: list[fx.Node]
     module: fx.GraphModule
     """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple. Pieces of one
-    ``structure`` share one, splitting pieces if they are of the same lines too."""
+    ``structure`` share one; where recorders see what it calls, if they are of the same lines."""
     structure: str
     """A hash of what it computes, the same in every process."""
 
@@ -233,14 +233,14 @@ def cut(
             inputs += _sizes_behind(sizes, inputs, outputs)
         names = {node: found[node] for node in nodes if node in found}
         called: dict[fx.Node, Any] = {}
-        if kind == "splitting" or not is_opaque:
+        is_seen = kind == "splitting" or not is_opaque
+        if is_seen:
             calls = ((node, ops.call_of(node, node in names)) for node in nodes)
             called = {node: call for node, call in calls if call is not None}
         elif marked is not None:
             called = {node: marked(node) for node in names}
         structure = _structure(graph, axes, inputs, nodes, (tuple(outputs),), called)
-        # Code that runs eagerly is named by its lines in errors; of compiled code the first ones.
-        lines = [str(node.stack_trace) for node in nodes] if kind == "splitting" else []
+        lines = [str(node.stack_trace) for node in nodes] if is_seen else []
         # Alike ones share one: to make a module takes longer than all else.
         module = modules.get((structure, *lines))
         if module is None:
