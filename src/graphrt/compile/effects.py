@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.compile import splitter
-from graphrt.compile.failures import line_of, source_of
+from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
 from graphrt.compile.splitter import Described, Piece, SplittingOps, name_of, operator_of
 from graphrt.device.torch_modes import hidden_writes
@@ -276,7 +276,7 @@ def written_inputs(piece: Piece) -> dict[int, str]:
     lines: dict[int, str] = {}
     for node in piece.nodes:
         for value in written_by(node):
-            lines.setdefault(storage_of(value), str(source_of(node)))
+            lines.setdefault(storage_of(value), line_of(node))
     places = ((at, storage_of(node)) for at, node in enumerate(piece.inputs))
     return {at: lines[storage] for at, storage in places if storage and storage in lines}
 

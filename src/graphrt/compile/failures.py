@@ -80,7 +80,7 @@ def translated(error: Exception) -> GraphrtError:
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
         # Of a size that became a number, where that was is told as text, once for each dimension.
         why, _, stack = (rest.strip() or first).partition("\n\nUser stack:")
-        where = str(source) or _last_frame(stack.partition("\n\n")[0])
+        where = str(source or _source_in(stack.partition("\n\n")[0]))
         return shape_guard(at or (where and f" at {where}"), why, where)
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
@@ -195,19 +195,17 @@ def _user_line(stack: Iterable[FrameSummary]) -> Source:
     return found
 
 
+def line_of(node: fx.Node) -> str:
+    """``source_of``, as text."""
+    return str(source_of(node))
+
+
 def source_of(node: fx.Node) -> Source:
-    """The user's line that was traced as this node."""
-    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    """The user's line that was traced as this node, as the stack says that Dynamo keeps as text."""
+    return _source_in(node.stack_trace or "")
+
+
+def _source_in(stack: str) -> Source:
+    frames = _FRAME.findall(stack)
     found = [Source(file, int(line), name) for file, line, name in frames if is_user_file(file)]
     return found[-1] if found else Source()
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line in the stack that Dynamo keeps as text: its last frame."""
-    return _last_frame(str(node.meta.get("stack_trace") or ""))
-
-
-def _last_frame(stack: str) -> str:
-    lines = stack.strip().splitlines()
-    frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-    return frames[-1].removeprefix("File ") if frames else ""
