@@ -302,7 +302,7 @@ def test_code_that_no_trace_can_hold_names_its_line(kind, error, told, level):
     asked = {"mode": "FULL", "asked": at_2} if level == 2 else {}
     with pytest.raises(error, match=told) as caught:
         compiled(model=Outer(model), compile_part=model, **asked)
-    number = re.search(r"test_compile_runtime\.py(?::|\", line )(\d+)", caught.value.source)[1]
+    number = re.search(rf"^{re.escape(__file__)}:(\d+) in ", caught.value.source)[1]
     assert linecache.getline(__file__, int(number)).endswith("# the line\n")
     assert "forward" not in vars(model)
 
@@ -669,6 +669,32 @@ def test_what_a_capture_refuses_in_traced_code_names_its_line(model, error, leve
     assert "the line" in linecache.getline(__file__, int(place[1]))
 
 
+class WritesTwice(Formula):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("others", torch.zeros(1))
+
+    def between(self, hidden):
+        hidden = torch.sigmoid(hidden)
+        hidden = hidden + self.steps.cumsum_(0)  # the first line
+        hidden = torch.sigmoid(hidden)
+        return hidden + self.others.cumsum_(0)  # the second line
+
+
+@pytest.mark.parametrize("op", ["aten::cumsum_", "torch.sigmoid"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_write_of_a_piece_names_its_own_line_beside_an_alike_piece(op, backend):
+    options = {"ops": [op], "asked": {"compilation": {"backend": backend}}}
+    with (
+        compiled(model=WritesTwice(), **options) as lab,
+        pytest.raises(StateAdvancedError) as caught,
+    ):
+        lab.runtime.capture()
+    lines = re.findall(rf"{re.escape(__file__)}:(\d+) in between", caught.value.found)
+    told = [linecache.getline(__file__, int(line)).partition("# ")[2] for line in lines]
+    assert told == ["the first line\n", "the second line\n"]
+
+
 # -- what replaces guards
 
 
@@ -824,18 +850,19 @@ class EntersAutocast(Formula):
     def __init__(self, is_on):
         super().__init__()
         self.is_on = is_on
+        self.gate = torch.nn.Sigmoid()
 
     def forward(self, *, x, ids, lens):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
-            hidden = torch.sigmoid(x * 2)  # the line
+            hidden = self.gate(x * 2)  # the line
         return {"rows": hidden.float() @ self.weight + ids[:, None], "lens": lens * 2}
 
 
 def test_autocast_around_a_splitting_op_is_refused_unless_it_changes_nothing():
     with pytest.raises(CompileError, match=r"autocast.*enabled=True") as caught:
         compiled(model=EntersAutocast(True))
-    number = int(re.search(r"line (\d+)", caught.value.source)[1])
-    assert linecache.getline(__file__, number).endswith("# the line\n")
+    number = re.search(rf"^{re.escape(__file__)}:(\d+) in forward", caught.value.source)[1]
+    assert linecache.getline(__file__, int(number)).endswith("# the line\n")
     with compiled(model=EntersAutocast(False)) as lab:
         lab.runtime.capture()
         outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}

@@ -111,6 +111,46 @@ def test_number_out_of_a_tensor_that_the_trace_asks_for_names_the_line(level, ch
         compiled.trace(lambda: compiled(x), [(x, 0, "tokens")])
 
 
+def asks_a_value(x):
+    if torch.tanh(x).sum().item() > 0:  # the line
+        return torch.sigmoid(x) * 2
+    return torch.sigmoid(x)
+
+
+def asks_a_value_and_a_size(x):
+    if x.sum().long().item() > x.shape[0]:  # the line
+        return torch.sigmoid(x) * 2
+    return torch.sigmoid(x)
+
+
+def asks_a_size(x):
+    if x[x.shape[0] // 2 :].shape[0] > 4:  # the line
+        return torch.sigmoid(x) * 2
+    return torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("marking", ["auto", "backed", "unbacked"])
+@pytest.mark.parametrize(
+    ("model", "error", "subject"),
+    [
+        (asks_a_value, GraphBreakError, "branch on a value of a tensor"),
+        (asks_a_value_and_a_size, GraphBreakError, "branch on a value of a tensor"),
+        (asks_a_size, ShapeGuardError, "branch on a size"),
+    ],
+)
+def test_branch_says_whether_a_value_or_a_size_decides(model, error, subject, marking):
+    options = CompilationConfig(
+        level=3, splitting_ops=["torch.sigmoid"], backend="eager", dynamic_shapes=marking
+    )
+    plan = resolve(RuntimeConfig(compilation=options)).compile
+    compiled = Compiled(model, plan, limits={"tokens": 16})
+    x = torch.zeros(5, WIDTH)
+    with pytest.raises(error, match=f"^{subject} at .*the line") as caught:
+        compiled.trace(lambda: compiled(x), [(x, 0, "tokens")])
+    # All of the condition, with its brackets.
+    assert re.match(r".* (>|<=) (0|u0|5|4)\b", caught.value.found)
+
+
 def test_first_call_of_equal_sizes_is_refused():
     compilation = CompilationConfig(level=2, dynamic_shapes="backed")
     plan = resolve(RuntimeConfig(compilation=compilation)).compile

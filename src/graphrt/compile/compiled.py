@@ -23,7 +23,7 @@ from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
-from graphrt.compile.splitter import Describe, Piece, PieceInfo, Wrap
+from graphrt.compile.splitter import Described, Piece, PieceInfo, Wrap
 from graphrt.config import CompilePlan
 from graphrt.errors import (
     CompileError,
@@ -313,7 +313,7 @@ class _Compilation:
         self._audit.changed = side_effects = refuse_side_effects()
         self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
         began = perf_counter()
-        refuse_values(node for node in graph.graph.nodes if ops.find(node) is None)
+        refuse_values(graph, ops.find)
         symbols = self._symbols = self._symbols_of(graph, inputs)
         num_noops = 0
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
@@ -340,24 +340,25 @@ class _Compilation:
             refuse_other_devices(graph)
             self._cuts = Cuts(graph, ops, owner._wrap, pieces[0].structure)
         seconds = {"trace": began - self._started, "split": perf_counter() - began}
-        forms: dict[str, tuple[Callable[..., Any], Describe]] = {}
+        forms: dict[fx.GraphModule, tuple[Callable[..., Any], Callable[..., Described]]] = {}
         for piece in captured:
-            if piece.structure not in forms:
-                forms[piece.structure] = self._compile(piece, symbols), effects.description(piece)
+            if piece.module not in forms:
+                forms[piece.module] = self._compile(piece, symbols), effects.description(piece)
         calls = []
         self.infos = [] if self._cuts is None else self._cuts.infos
         for index, piece in enumerate(pieces):
             info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
             call: Callable[..., Any] = piece.module.forward
             if piece.kind == "captured":
-                call, described = forms[piece.structure]
+                call, described = forms[piece.module]
                 if self._cuts is not None:
                     calls.append(self._cuts.bound(call))
                     continue
                 if is_opaque:
-                    info = info._replace(is_opaque=True, describe=described)
+                    describe = partial(described, effects.written_inputs(piece))
+                    info = info._replace(is_opaque=True, describe=describe)
             elif (written := effects.written_inputs(piece)) and not piece.is_plain:
-                call = effects.noting_writes(call, partial(_at, written))
+                call = effects.noting_writes(call, partial(_at, [*written]))
             calls.append(owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
@@ -412,7 +413,7 @@ class _Compilation:
             if any(splitter.operator_of(node) in plain for node in piece.nodes):
                 with mode, enable_python_dispatcher():
                     module = splitter.written_out(module, plain, inputs)
-                structure = splitter.structure_of(module, module.graph, symbols.names)
+                structure = splitter.structure_of(module, symbols.names)
             job = Job(module, inputs, piece.name, structure, sizes, bounds)
             with tracing(TracingContext(mode)):
                 form = self._compiler.compile(job)

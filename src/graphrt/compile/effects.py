@@ -20,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from graphrt.compile import splitter
 from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
-from graphrt.compile.splitter import Describe, Piece, SplittingOps, name_of, operator_of
+from graphrt.compile.splitter import Described, Piece, SplittingOps, name_of, operator_of
 from graphrt.device.torch_modes import hidden_writes
 from graphrt.errors import CompileError
 
@@ -35,20 +35,22 @@ _Known = tuple[Sequence[Any], Mapping[int, int], tuple[int, ...]]
 """Fake results; by memory, which argument lies in it; positions of what is written."""
 
 
-def description(piece: Piece) -> Describe:
-    """Says of calls of a piece what they return and write."""
+def description(piece: Piece) -> Callable[[Mapping[int, str], Sequence[Any]], Described]:
+    """Says of calls of a piece, and of alike ones, what they return and write. Takes the lines of
+    the one that is called, as ``written_inputs``, and the arguments."""
     # By their schemas too, because fake kernels of operators need not write.
-    module, declared = piece.module, written_inputs(piece)
+    module, declared = piece.module, [*written_inputs(piece)]
     known: dict[Any, _Known] = {}
 
-    def describe(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def describe(lines: Mapping[int, str], args: Sequence[Any]) -> Described:
         key = tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg for arg in args
         )
         if key not in known:
             known[key] = _described(module, declared, args)
         results, given, written = known[key]
-        return tuple(_like(result, given, args) for result in results), written
+        likes = tuple(_like(result, given, args) for result in results)
+        return likes, {at: lines.get(at, "") for at in written}
 
     return describe
 
@@ -251,7 +253,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
             entered.append(node)
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             entered.remove(node.args[0])
-        elif ops.find(node) is not None:
+        else:
             around = [
                 f"autocast({kind!r}, {dtype}, enabled={is_on})"
                 for kind, dtype, is_on, *_ in (one.args for one in entered)
@@ -259,7 +261,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
             ]
             if any(is_of_transform(one.meta.get("example_value")) for one in node.all_input_nodes):
                 around.append("torch.vmap, or another transform of functions,")
-            if around:
+            if around and ops.find(node) is not None:
                 raise CompileError(
                     f"{node.name} at {line_of(node)}",
                     expected="a splitting op outside every autocast and torch.vmap of the model",
@@ -269,10 +271,14 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
                 )
 
 
-def written_inputs(piece: Piece) -> list[int]:
-    """The positions of the arguments whose memory a piece writes."""
-    written = {storage_of(value) for node in piece.nodes for value in written_by(node)} - {0}
-    return [at for at, node in enumerate(piece.inputs) if storage_of(node) in written]
+def written_inputs(piece: Piece) -> dict[int, str]:
+    """The positions of the arguments whose memory a piece writes, each with the user's line."""
+    lines: dict[int, str] = {}
+    for node in piece.nodes:
+        for value in written_by(node):
+            lines.setdefault(storage_of(value), line_of(node))
+    places = ((at, storage_of(node)) for at, node in enumerate(piece.inputs))
+    return {at: lines[storage] for at, storage in places if storage and storage in lines}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from traceback import FrameSummary
 from typing import Any
 
@@ -36,6 +36,8 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 """What changes in them is not told by attributes."""
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+_UNBACKED = re.compile(r"\bz?uf?\d+\b")
+"""What torch calls sizes and numbers that it does not know while it traces."""
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
 
@@ -60,13 +62,25 @@ def translated(error: Exception) -> GraphrtError:
         return stop
     is_value_asked = isinstance(error, exc.UserError | GuardOnDataDependentSymNode)
     if is_value_asked and "data-dependent expression" in first:
-        expression = first.partition("data-dependent expression ")[2].partition(" (")[0]
+        told = first.partition("data-dependent expression ")[2]
+        expression, _, about = told.partition(" (unhinted")
+        _, is_told, sizes = about.partition("Size-like symbols: ")
+        values = {*_UNBACKED.findall(expression)} - {*_UNBACKED.findall(sizes)}
+        if is_told and values:
+            return GraphBreakError(
+                f"branch on a value of a tensor{at}",
+                expected="code that runs alike whatever tensors contain, because a replay asks no "
+                "value",
+                found=f"{expression}, where {' and '.join(sorted(values))} came out of a tensor",
+                do=f"choose on the device, as torch.where does, or {_PUT_ASIDE}",
+                source=str(source),
+            )
         found = f"{expression}, where u0, u1 ... are sizes that vary or numbers out of a tensor"
         return shape_guard(at, found, str(source))
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
         # Of a size that became a number, where that was is told as text, once for each dimension.
         why, _, stack = (rest.strip() or first).partition("\n\nUser stack:")
-        where = str(source) or _last_frame(stack.partition("\n\n")[0])
+        where = str(source or _source_in(stack.partition("\n\n")[0]))
         return shape_guard(at or (where and f" at {where}"), why, where)
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
@@ -103,11 +117,12 @@ def shape_guard(at: str, found: str, source: str) -> ShapeGuardError:
     )
 
 
-def refuse_values(nodes: Iterable[fx.Node]) -> None:
+def refuse_values(graph: fx.GraphModule, cut_at: Callable[[fx.Node], object]) -> None:
     """Errors: ``GraphBreakError`` for a size or number that depends on the contents of a tensor,
-    because a graph that is captured would hold that of the capture."""
-    for node in nodes:
-        if node.op != "placeholder" and node.meta.get("unbacked_bindings"):
+    because a graph that is captured would hold that of the capture. ``cut_at``: None of others."""
+    for node in graph.graph.nodes:
+        depends = node.op != "placeholder" and node.meta.get("unbacked_bindings")
+        if depends and cut_at(node) is None:
             source = line_of(node)
             raise GraphBreakError(
                 f"{node.name} at {source}" if source else node.name,
@@ -180,19 +195,17 @@ def _user_line(stack: Iterable[FrameSummary]) -> Source:
     return found
 
 
+def line_of(node: fx.Node) -> str:
+    """``source_of``, as text."""
+    return str(source_of(node))
+
+
 def source_of(node: fx.Node) -> Source:
-    """The user's line that was traced as this node."""
-    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    """The user's line that was traced as this node, as the stack says that Dynamo keeps as text."""
+    return _source_in(node.stack_trace or "")
+
+
+def _source_in(stack: str) -> Source:
+    frames = _FRAME.findall(stack)
     found = [Source(file, int(line), name) for file, line, name in frames if is_user_file(file)]
     return found[-1] if found else Source()
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line in the stack that Dynamo keeps as text: its last frame."""
-    return _last_frame(str(node.meta.get("stack_trace") or ""))
-
-
-def _last_frame(stack: str) -> str:
-    lines = stack.strip().splitlines()
-    frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-    return frames[-1].removeprefix("File ") if frames else ""

@@ -258,8 +258,7 @@ class Audit:
                 raise _changed(kind, as_written(name), str(told), str(now))
         if not self.guards.check(self._scope):
             reasons = self.guards.check_verbose(self._scope).verbose_code_parts
-            # Behind it is the line that asked, with its path cut off.
-            reason = as_written(" ".join(reasons).partition("  # ")[0].strip())
+            reason = as_written(" ".join(reasons))
             # torch says of lengths alone what is wrong.
             reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
             place = reason.partition(", type=")[0]

@@ -56,7 +56,7 @@ class Cuts:
             if op is not None and op not in self._at:
                 is_plain, title = ops.impl_of(node) is not None, operator_of(node)
                 info = PieceInfo(0, title, "splitting", is_plain, title)
-                call = ops.call_of(node) or op
+                call = ops.call_of(node, True) or op
                 if not is_plain and op._schema.is_mutable:
                     call = noting_writes(call, partial(_declared, op))
                 call = wrap(call, info)

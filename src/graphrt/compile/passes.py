@@ -51,13 +51,13 @@ def share_masks(graph: fx.GraphModule, ops: SplittingOps) -> None:
     Attention that is cut out would make it at each call, by three kernels. A function that is given
     to be called in place of it gets the mask itself.
     """
-    nodes = list(graph.graph.nodes)
-    written = {storage_of(value) for node in nodes for value in _may_write(node)}
+    attend = F.scaled_dot_product_attention
+    nodes = [*graph.graph.find_nodes(op="call_function", target=attend)]
+    nodes = [node for node in nodes if ops.find(node) is not None and ops.impl_of(node) is None]
+    may_write = graph.graph.nodes if nodes else ()
+    written = {storage_of(value) for node in may_write for value in _may_write(node)}
     made: dict[tuple[Any, ...], fx.Node | None] = {}
     for node in nodes:
-        is_cut_out = ops.find(node) is not None and ops.impl_of(node) is None
-        if node.target is not F.scaled_dot_product_attention or not is_cut_out:
-            continue
         mask = node.kwargs.get("attn_mask", (*node.args[3:4], None)[0])
         told = [_told(one.meta.get("example_value")) for one in node.all_input_nodes]
         if not isinstance(mask, fx.Node) or None in told or storage_of(mask) in written:

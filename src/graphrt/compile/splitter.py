@@ -42,9 +42,9 @@ _ENDS = ("placeholder", "output")
 Kind = Literal["captured", "splitting"]
 """``splitting``: runs eagerly between graphs."""
 
-Describe = Callable[[Sequence[Any]], tuple[tuple[Any, ...], tuple[int, ...]]]
-"""Says what a call with these arguments returns, without making it: new tensors as ``meta`` ones,
-and views of arguments; and the positions of those that it writes."""
+Described = tuple[tuple[Any, ...], Mapping[int, str]]
+"""What a call returns, new tensors as ``meta`` ones, and views of arguments; and the positions of
+those that it writes, each with the user's line, "" where that is not known."""
 
 
 class PieceInfo(NamedTuple):
@@ -60,8 +60,8 @@ class PieceInfo(NamedTuple):
     """Equal for pieces that compute the same, and share compiled code."""
     is_opaque: bool = False
     """True if its kernels cannot be seen by a dispatch mode: see ``describe``."""
-    describe: Describe | None = None
-    """Of an opaque piece."""
+    describe: Callable[[Sequence[Any]], Described] | None = None
+    """Of an opaque piece: what a call with these arguments would do."""
 
 
 Wrap = Callable[[Callable[..., Any], PieceInfo], Callable[..., Any]]
@@ -78,8 +78,8 @@ class Piece(NamedTuple):
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     module: fx.GraphModule
-    """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple. Captured pieces of one
-    ``structure`` have one."""
+    """Of ``nodes`` alone: takes ``inputs``, returns ``outputs`` as a tuple. Pieces of one
+    ``structure`` share one; where recorders see what it calls, if they are of the same lines."""
     structure: str
     """A hash of what it computes, the same in every process."""
 
@@ -122,11 +122,11 @@ class SplittingOps:
             )
         return given
 
-    def call_of(self, node: fx.Node) -> Callable[..., Any] | None:
+    def call_of(self, node: fx.Node, is_cut: bool) -> Callable[..., Any] | None:
         """What to call in place of what ``node`` calls: the function given for it, else that which
-        a splitting op is; None: nothing else."""
+        a splitting op is; None: nothing else. ``is_cut``: whether ``find`` finds it."""
         given = self.impl_of(node)
-        if given is None and self.find(node) is not None:
+        if given is None and is_cut:
             # Recorders see what it calls, not one operator whose Python would run at each replay.
             return torch_api.python_of(operator_of(node), node.args, node.kwargs)
         return given
@@ -205,18 +205,21 @@ def cut(
     Order is kept; consecutive splitting ops are one piece; ``getitem`` stays with its producer.
     Errors: ``SplittingOpError`` if there are ``ops`` and the graph has none of them.
     """
-    parts, matched = _parts(graph, ops)
+    parts, found = _parts(graph, ops)
+    matched = {*found.values()}
     if ops.names and not matched:
-        calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
-        called = sorted({operator_of(node) or _path_of(node.target) for node in calls})
+        those = [node for node in graph.graph.nodes if node.op.startswith("call")]
+        known = sorted({operator_of(node) or _path_of(node.target) for node in those})
         raise SplittingOpError(
             FIELD,
             expected="at least one of them in the traced graph",
-            found=f"none of {', '.join(ops.names)} among {', '.join(called)}",
+            found=f"none of {', '.join(ops.names)} among {', '.join(known)}",
             do="name the operators between which graphs are captured, or () for none",
         )
     pieces: list[Piece] = []
-    modules: dict[str, fx.GraphModule] = {}
+    modules: dict[tuple[str, ...], fx.GraphModule] = {}
+    places = graph.graph.find_nodes(op="placeholder")
+    sizes = {size: places[at] for size, (at, dim) in sizes_of(places) if dim < 0}
     if marked is not None:
         # Not the parts in order: they have each ``getitem`` beside its producer.
         parts = [("captured", [node for node in graph.graph.nodes if node.op not in _ENDS])]
@@ -227,18 +230,22 @@ def cut(
         inputs = [node for node in used if node not in inside]
         outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         if kind == "captured":
-            inputs += _sizes_behind(graph, inputs, outputs)
-        names = {node: name for node in nodes if (name := ops.find(node)) is not None}
-        if kind == "splitting" or not is_opaque:
-            replaced = {node: ops.call_of(node) for node in nodes}
-        else:
-            replaced = {node: marked(node) for node in names} if marked else {}
-        extracted = extract(nodes, inputs, outputs, replaced)
-        structure = structure_of(graph, extracted, axes)
-        # Alike ones share compiled code: to make a module takes longer than all else.
-        module = modules.get(structure) or _module_of(graph, extracted)
-        if kind == "captured":
-            modules[structure] = module
+            inputs += _sizes_behind(sizes, inputs, outputs)
+        names = {node: found[node] for node in nodes if node in found}
+        called: dict[fx.Node, Any] = {}
+        is_seen = kind == "splitting" or not is_opaque
+        if is_seen:
+            calls = ((node, ops.call_of(node, node in names)) for node in nodes)
+            called = {node: call for node, call in calls if call is not None}
+        elif marked is not None:
+            called = {node: marked(node) for node in names}
+        structure = _structure(graph, axes, inputs, nodes, (tuple(outputs),), called)
+        lines = [str(node.stack_trace) for node in nodes] if is_seen else []
+        # Alike ones share one: to make a module takes longer than all else.
+        module = modules.get((structure, *lines))
+        if module is None:
+            module = _module_of(graph, extract(nodes, inputs, outputs, called))
+            modules[structure, *lines] = module
         pieces.append(
             Piece(
                 kind,
@@ -289,11 +296,11 @@ def stitch(
 
 def _parts(
     graph: fx.GraphModule, ops: SplittingOps
-) -> tuple[list[tuple[Kind, list[fx.Node]]], set[str]]:
-    """The nodes of each piece in order, and the names that matched."""
+) -> tuple[list[tuple[Kind, list[fx.Node]]], dict[fx.Node, str]]:
+    """The nodes of each piece in order, and the name that matched each splitting op."""
     parts: list[tuple[Kind, list[fx.Node]]] = []
     part_of: dict[fx.Node, list[fx.Node]] = {}
-    matched = set()
+    found: dict[fx.Node, str] = {}
     for node in graph.graph.nodes:
         if node.op in _ENDS:
             continue
@@ -304,7 +311,7 @@ def _parts(
             producer.append(node)
             continue
         if name is not None:
-            matched.add(name)
+            found[node] = name
         kind: Kind = "captured" if name is None else "splitting"
         if not parts or parts[-1][0] != kind:
             if kind == "splitting" and len(parts) > 1 and _is_trivial(parts[-1][1]):
@@ -315,19 +322,20 @@ def _parts(
                 parts.append((kind, []))
         parts[-1][1].append(node)
         part_of[node] = parts[-1][1]
-    return parts, matched
+    return parts, found
 
 
 def _sizes_behind(
-    graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    sizes: Mapping[Any, fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """The graph's sizes that those of a piece's values are made of, as ``n + 3``, and that none of
-    its ``inputs`` has: a compiler asks for them."""
-    values = [node.meta.get("example_value") for node in (*inputs, *outputs)]
-    sized = [value for value in values if isinstance(value, torch.Tensor | torch.SymInt)]
-    missing = free_symbols(sized) - {size for size, _ in sizes_of(inputs)}
-    places = graph.graph.find_nodes(op="placeholder")
-    return [places[at] for size, (at, dim) in sizes_of(places) if dim < 0 and size in missing]
+    """Those of ``sizes``, the graph's, that those of a piece's values are made of, as ``n + 3``,
+    and that none of its ``inputs`` has: a compiler asks for them."""
+    missing = sizes.keys() - {size for size, _ in sizes_of(inputs)}
+    if missing:
+        values = [node.meta.get("example_value") for node in (*inputs, *outputs)]
+        sized = [value for value in values if isinstance(value, torch.Tensor | torch.SymInt)]
+        missing &= free_symbols(sized)
+    return [node for size, node in sizes.items() if size in missing]
 
 
 def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
@@ -341,7 +349,7 @@ def extract(
     called: Mapping[fx.Node, Any],
 ) -> fx.Graph:
     """A graph of ``nodes``, which always returns a tuple. ``called``: what to call instead of what
-    a node calls; None: the same."""
+    a node calls."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -349,8 +357,8 @@ def extract(
         copies[node].meta = node.meta
     for node in nodes:
         copies[node] = piece.node_copy(node, copies.__getitem__)
-        if (call := called.get(node)) is not None:
-            copies[node].op, copies[node].target = "call_function", call
+        if node in called:
+            copies[node].op, copies[node].target = "call_function", called[node]
     piece.output(tuple(copies[node] for node in outputs))
     return piece
 
@@ -417,12 +425,24 @@ def written_out(
     return written
 
 
-def structure_of(owner: fx.GraphModule, graph: fx.Graph, axes: Mapping[Any, str]) -> str:
-    """A hash of what a piece computes, without the names of its values and of symbols. ``owner``:
-    of its constants."""
+def structure_of(module: fx.GraphModule, axes: Mapping[Any, str]) -> str:
+    """A hash of what it computes, without the names of its values and of symbols."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    nodes = [node for node in module.graph.nodes if node.op not in _ENDS]
+    return _structure(module, axes, inputs, nodes, module.graph.output_node().args, {})
+
+
+def _structure(
+    owner: fx.GraphModule,
+    axes: Mapping[Any, str],
+    inputs: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    outputs: Any,
+    called: Mapping[fx.Node, Any],
+) -> str:
+    """Of what ``extract`` would make, without making it. ``owner``: of its constants."""
     # Symbols that are no axis are counted in order of their first use.
     symbols: dict[Any, Any] = {symbol: sympy.Symbol(name) for symbol, name in axes.items()}
-    places: dict[fx.Node, str] = {}
 
     def told(value: Any) -> str:
         if isinstance(value, torch.SymInt):
@@ -435,23 +455,23 @@ def structure_of(owner: fx.GraphModule, graph: fx.Graph, axes: Mapping[Any, str]
             return f"{value.dtype} {value.device} {' '.join(parts)}"
         return f"{type(value).__name__} {value!r}"
 
-    lines = []
-    for index, node in enumerate(graph.nodes):
-        places[node] = f"%{index}"
-        target = node.target
-        if node.op == "placeholder":
-            line = told(node.meta.get("example_value"))
-        elif node.op == "get_attr":
+    lines = [told(node.meta.get("example_value")) for node in inputs]
+    places = {node: f"%{index}" for index, node in enumerate((*inputs, *nodes))}
+    for node in nodes:
+        target = called.get(node, node.target)
+        if node.op == "get_attr":
             constant = operator.attrgetter(str(target))(owner)
             if isinstance(constant, fx.GraphModule):
-                line = structure_of(constant, constant.graph, axes)
+                lines.append(structure_of(constant, axes))
             else:
-                line = f"{told(constant)} {_digest(constant)}"
+                lines.append(f"{told(constant)} {_digest(constant)}")
         else:
-            name = target if isinstance(target, str) else _named(target)
-            given: Any = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
-            line = f"{node.op} {name} {given!r}"
-        lines.append(line)
+            kind, name = "method", target
+            if not isinstance(target, str):
+                kind, name = "function", _named(target)
+            given = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            lines.append(f"{kind} {name} {given!r}")
+    lines.append(repr(fx.node.map_arg(outputs, places.__getitem__)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

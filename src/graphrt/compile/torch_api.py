@@ -23,9 +23,10 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
-from torch._dynamo import config as dynamo_config, eval_frame, symbolic_convert
+from torch._dynamo import config as dynamo_config, eval_frame, guards, symbolic_convert
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
+from torch._dynamo.guards import CheckFunctionManager
 from torch._inductor import (
     codecache,
     config as inductor_config,
@@ -90,6 +91,22 @@ def traced(
     """What a call of ``root`` returns, compiled by ``backend``; a function that does the same and
     asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
     ``chosen``. ``guards_hooks``: of hooks torch makes none by default."""
+    is_chosen = is_short = False
+    build = CheckFunctionManager.build_guards
+
+    def choose(found: Sequence[Any]) -> list[bool]:
+        nonlocal is_chosen
+        is_chosen = True
+        return chosen(found)
+
+    def build_chosen(owner: Any, found: Any, *about: Any, **options: Any) -> Any:
+        nonlocal is_short
+        if any(one is root.__code__ for one in about):
+            is_short = not is_chosen
+            # Those of no name refuse sizes that became numbers.
+            found = [one for one in found if not (is_short and one.name)]
+        return build(owner, found, *about, **options)
+
     # dynamic=False, because numbers that differ between two runtimes of one class would else
     # become inputs. Dimensions that are marked vary all the same.
     entry = torch.compile(
@@ -98,17 +115,21 @@ def traced(
         fullgraph=True,
         dynamic=False,
         # A fresh dict for each: torch.compile takes entries out of it.
-        options={"guard_filter_fn": chosen},
+        options={"guard_filter_fn": choose},
     )
     options = {"skip_nnmodule_hook_guards": False} if guards_hooks else {}
     if hasattr(dynamo_config, "run_gc_after_compile"):
         options["run_gc_after_compile"] = False  # Captures do, before they begin.
     # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
     no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
+    # Dynamo makes all guards before it asks which of them stay, and then those once more; and tells
+    # of each the user's line, which nothing shows.
+    no_others = _replaced(CheckFunctionManager, "build_guards", build_chosen)
+    no_lines = _replaced(guards, "get_verbose_code_part", lambda code, _: code)
     # The line of a branch on a size, of whose path torch leaves out what its own begins with.
     lines = _replaced(symbolic_shapes, "format_frame", _line_of)
     try:
-        with dynamo_config.patch(options), no_names, lines:
+        with dynamo_config.patch(options), no_names, no_others, no_lines, lines:
             results = entry(*args, **kwargs)
     except RuntimeError as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)
@@ -116,6 +137,7 @@ def traced(
         if type(error) is not RuntimeError or not is_told_not_to:
             raise
         return None, None, None
+    assert not is_short, "Dynamo makes guards of those that were chosen"
     for made in eval_frame._debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
         return results, call, made.guard_manager

@@ -6,7 +6,7 @@ tests, the device contract, holds both to the promises written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -137,14 +137,15 @@ class Recording(Protocol):
         fn: Callable[..., Any],
         args: Sequence[Any],
         out_meta: Any = None,
-        written: Sequence[int] = (),
+        written: Sequence[int] | Mapping[int, str] = (),
     ) -> Any:
         """Record ``fn(*args)`` as one node, whatever it does inside.
 
         ``out_meta``: tensors (any device, ``meta`` too) giving shape, stride and dtype of each
         result, in the result's structure; or a function that returns them, and ``written``. In a
         tuple, one that lies in memory of an argument is returned itself, as a view of that.
-        ``written``: positions of arguments that it writes. On CUDA this is a plain call.
+        ``written``: positions of arguments that it writes, or by position the user's line, where
+        that is not the line of the call. On CUDA this is a plain call.
         """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from types import UnionType
@@ -114,13 +114,13 @@ def break_call(fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
 def opaque_call(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    describe: Callable[[], tuple[Any, Sequence[int]]],
+    describe: Callable[[], tuple[Any, Sequence[int] | Mapping[int, str]]],
     recorded: Callable[..., Any],
 ) -> Any:
     """Call ``fn``, whose kernels no recorder sees; a recording takes the call as one node.
 
-    ``describe()``: what it returns (``meta`` tensors do), and the positions of what it writes;
-    ``recorded``: the form of ``fn`` for recordings.
+    ``describe()``: what it returns and writes, see ``Recording.opaque``. ``recorded``: the form of
+    ``fn`` for recordings.
     """
     recorder = _open_recorder()
     return fn(*args) if recorder is None else recorder.opaque(recorded, args, describe)

@@ -322,7 +322,7 @@ class ProgramRecorder:
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
-        describe: Callable[[], tuple[Any, Sequence[int]]],
+        describe: Callable[[], tuple[Any, Sequence[int] | Mapping[int, str]]],
     ) -> Any:
         """Record ``fn(*args)`` as one node. ``describe``: see ``Recording.opaque``."""
         assert self._recording is not None, "asked for by open_recorder"

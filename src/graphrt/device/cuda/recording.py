@@ -7,7 +7,7 @@ every entry. The price is that a failed capture has to be undone here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass
@@ -274,7 +274,7 @@ class CUDARecording:
         fn: Callable[..., Any],
         args: Sequence[Any],
         out_meta: Any = None,
-        written: Sequence[int] = (),
+        written: Sequence[int] | Mapping[int, str] = (),
     ) -> Any:
         """A plain call: CUDA records whatever launches."""
         return fn(*args)

@@ -8,7 +8,7 @@ cycle, and would keep the tensors of a call alive until a collection.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -160,7 +160,7 @@ class SimulatedRecording:
         fn: Callable[..., Any],
         args: Sequence[Any],
         out_meta: Any = None,
-        written: Sequence[int] = (),
+        written: Sequence[int] | Mapping[int, str] = (),
     ) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
         try:
@@ -185,6 +185,8 @@ class SimulatedRecording:
                     out_meta = tuple(
                         None if at in views else one for at, one in enumerate(out_meta)
                     )
+                for at, line in written.items() if isinstance(written, Mapping) else ():
+                    self._tensors.aliased(args[at], True, name, line)
                 results = self._record(fn, name, args, {}, written, out_meta)
         except GraphrtError as error:
             self.fail(error)

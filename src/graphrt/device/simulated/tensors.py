@@ -109,17 +109,18 @@ class RecordedTensors:
             return False
         return tensor.untyped_storage().data_ptr() in self._host
 
-    def aliased(self, value: Any, written: bool, operation: str) -> Any:
-        """``value`` with aliases in place of tensors."""
+    def aliased(self, value: Any, written: bool, operation: str, line: str = "") -> Any:
+        """``value`` with aliases in place of tensors. ``line``: the user's that writes it, where
+        that is not the caller's."""
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.device.type != "cpu":
                 raise cannot_hold(operation, value)
-            return self.alias(value, written)
+            return self.alias(value, written, line)
         if type(value) in (list, tuple):
             return type(value)([self.aliased(one, written, operation) for one in value])
         return value
 
-    def alias(self, tensor: torch.Tensor, written: bool = False) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor, written: bool = False, line: str = "") -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         bits = (tensor.is_conj(), tensor.is_neg())
         key = (tensor.data_ptr(), address, tensor.dtype, tensor.shape, tensor.stride(), bits)
@@ -130,7 +131,7 @@ class RecordedTensors:
             known.held.used_by_kernel = True
             if written and not known.held.written:
                 known.held.written = True
-                known.held.source = str(caller_source())
+                known.held.source = line or str(caller_source())
         return known.tensor
 
     def _new_alias(self, tensor: torch.Tensor, address: int) -> _Alias:
