@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import compress, cycle
+from itertools import compress, cycle, takewhile
 from operator import attrgetter, contains, is_not, itemgetter, methodcaller, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -141,6 +141,12 @@ class SetByResource(NamedTuple):
         """True if another value stands there now."""
         return not same_host_value(self.value, _read_by_way(self.way))
 
+    def is_one_with(self) -> tuple[int, ...]:
+        """The same for all in a container whose items have no names: how many and which they are
+        may differ from step to step, where each field of a record may decide something else."""
+        named = takewhile(_is_of_a_name, self.way)
+        return (id(self.way[0].owner), *map(id, named))
+
 
 class SetByResources:
     """Host values that resources may set before each run, as they were when this was made."""
@@ -169,9 +175,9 @@ class SetByResources:
         return []
 
     def without(self, others: Iterable[SetByResource]) -> SetByResources:
-        """All but these, and what is set with them."""
-        first = {id(item.set_at[0]) for item in others}
-        return SetByResources(item for item in self._items if id(item.set_at[0]) not in first)
+        """All but these, and what is in the same containers."""
+        known = {item.is_one_with() for item in others}
+        return SetByResources(item for item in self._items if item.is_one_with() not in known)
 
 
 class TensorRef(NamedTuple):
@@ -256,7 +262,7 @@ class Reads:
         used = _prefixes([item.name for item in tensors] + [p.path for p in (*values, *code)])
         self._set_before_runs = list(filter(of_resources.may_set, self._found))
         """Where resources may put another value before a run."""
-        self._below_these = list(self._below(self._set_before_runs, of_resources))
+        self._below_these = list(self._below(self._set_before_runs))
         """Where they thereby do."""
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
@@ -271,12 +277,12 @@ class Reads:
         """The host values, as of the last look for a capture."""
         self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
-        owned_places = list(filter(of_resources.owns, self._found))
+        theirs = (*filter(of_resources.owns, self._found), *self._set_before_runs)
         settings = {place.path for place in (*values, *links)}
-        self.prepared = frozenset(p.path for p in owned_places if p.path not in settings)
-        """Names of what resources own and may set before each run."""
-        self._of_resources = {id(place.value): place for place in owned_places}
-        """By id of an object that a resource owns, the place where it stands."""
+        self.prepared = frozenset(p.path for p in theirs if p.path not in settings)
+        """Names of what resources own or may set before each run."""
+        self._of_resources = {id(p.value): p for p in (*self._below_these, *theirs)}
+        """By id of an object that a resource owns or sets, the place where it stands."""
         self.touched_of_resources: set[str] = set()
         """Names of what resources own and graphs of the callable are known to read."""
         self._by_resource: dict[str, HeldByResource] = {}
@@ -335,12 +341,12 @@ class Reads:
                     found.append(SetByResource(way, tuple(set_at), _read_by_way(way)))
         return SetByResources(found)
 
-    def _below(self, places: Iterable[Place], resources: Prepared) -> Iterator[Place]:
-        """What resources own in the objects that stand at these places."""
+    def _below(self, places: Iterable[Place]) -> Iterator[Place]:
+        """What is in the objects that stand at these places."""
         kept = (torch.nn.Module, *_CODE)
         objects = {id(place.value) for place in places if self._leads_on(place)}
         for place in self._found:  # A parent before what was reached through it.
-            if id(place.owner) in objects and resources.owns(place):
+            if id(place.owner) in objects:
                 yield place
                 if self._leads_on(place) and not issubclass(type(place.value), kept):
                     objects.add(id(place.value))
@@ -775,6 +781,12 @@ def _read_by_way(way: tuple[Place, ...]) -> Any:
     """What stands at its end now, whichever objects it leads through; of other kinds, nothing."""
     steps = list(_steps_of(way))
     return steps[-1].value if len(steps) == len(way) else MISSING
+
+
+def _is_of_a_name(place: Place) -> bool:
+    """True for an attribute, an entry under a text and a field of a named tuple."""
+    has_fields = read_member(type(place.owner), "_fields") is not MISSING
+    return has_fields or (type(place.name) is str and place.kind != "element")
 
 
 def _steps_of(way: tuple[Place, ...]) -> Iterator[Place]:

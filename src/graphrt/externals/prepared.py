@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from functools import lru_cache
-from types import FunctionType
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 
 from graphrt.externals.code_names import names_in
-from graphrt.externals.places import MISSING, Place, module_of, parts_in
-from graphrt.externals.reachable import Walk
+from graphrt.externals.places import (
+    MISSING,
+    Place,
+    is_host_scalar,
+    is_odd,
+    module_of,
+    parts_in,
+    parts_of_partial,
+    read_cell,
+    read_member,
+)
+from graphrt.externals.reachable import MAX_OBJECTS, Walk
 
 _PREPARING = ("reserve", "prepare_for_capture", "freeze", "prepare")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -32,12 +44,16 @@ class Prepared:
         return id(place.owner) in self._parts and not issubclass(type(place.value), torch.nn.Module)
 
     def may_set(self, place: Place) -> bool:
-        """True for a place in a resource where it may set another value before a run.
+        """True for a place where a resource may set another value before a run.
 
-        That is an attribute that code of its preparation assigns, and whatever is in a container
-        that this code names. What others set there (a scale, a flag) is a setting like any other.
+        That is an attribute that code of its preparation assigns, also of another object that this
+        code reaches (a module), and whatever is in a container of its own that this code names.
+        What others set there (a scale, a flag) is a setting like any other.
         """
-        return self.owns(place) and any(walk.may_set(place) for walk in self._walks)
+        is_owned = self.owns(place)
+        if not is_owned and issubclass(type(place.value), (torch.nn.Module, torch.Tensor)):
+            return False
+        return any(walk.may_set(place, is_owned) for walk in self._walks)
 
 
 class _Preparing:
@@ -46,10 +62,17 @@ class _Preparing:
     def __init__(self, method: object) -> None:
         self._walk = Walk(method)
         found = self._walk.follow(method)
-        self._assigned = found.assigned
-        self._entered = {id(item) for item in found.objects.values()}
-        self._objects = found.objects  # Ids are of what lives.
-        functions = (item for item in found.objects.values() if type(item) is FunctionType)
+        self._objects = objects = list(found.objects.values())  # Ids are of what lives.
+        self._assigned = set(found.assigned)
+        kinds: set[Any] = {type(item) for item in objects if not is_odd(type(item))}
+        for kind in kinds:
+            for name, setter in _setters_of(kind).items():
+                if name in found.assigned:
+                    of_setter = self._walk.follow(setter)
+                    self._assigned |= of_setter.assigned
+                    objects += of_setter.objects.values()
+        self._entered = set(map(id, objects))
+        functions = (item for item in objects if type(item) is FunctionType)
         # A class that refuses assignments names how they are made.
         codes = (each.__code__ for each in functions if each.__name__ != "__setattr__")
         read = map(names_in, codes)
@@ -58,10 +81,12 @@ class _Preparing:
             for names in read
         )
 
-    def may_set(self, place: Place) -> bool:
+    def may_set(self, place: Place, is_owned: bool) -> bool:
         kind = type(place.owner)
         if issubclass(kind, _CONTAINERS) or type(place.name) is not str:
-            return id(place.owner) in self._entered
+            return is_owned and id(place.owner) in self._entered
+        if not is_owned:
+            return id(place.owner) in self._entered and place.name in self._assigned
         if place.value is not MISSING:
             if self._sets_any or place.name in self._assigned:
                 return True
@@ -83,14 +108,34 @@ def _assigned_by_methods(kind: type) -> frozenset[str]:
     return frozenset(chain[-1] for code in codes for chain in names_in(code).assigned)
 
 
-def _parts_of(resources: Iterable[object]) -> dict[int, object]:
+@lru_cache(maxsize=256)
+def _setters_of(kind: type) -> dict[str, FunctionType]:
+    """By attribute, the function that its assignment calls: of a property, or a descriptor."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        for name, value in vars(base).items():
+            of = type(value)
+            setter = value.fset if of is property else read_member(of, "__set__")
+            if type(setter) is FunctionType:
+                found[name] = setter
+    return found
+
+
+def _parts_of(resources: Iterable[Any]) -> dict[int, Any]:
     """By id, resources and the plain objects and containers that they are made of."""
-    found: dict[int, object] = {}
-    pending = list(resources)
-    while pending and len(found) < 4096:
-        item = pending.pop()
-        if id(item) in found or issubclass(type(item), (torch.nn.Module, torch.Tensor, type)):
+    found: dict[int, Any] = {}
+    pending = deque(resources)
+    while pending and len(found) < MAX_OBJECTS:
+        item = pending.popleft()
+        kinds = (torch.nn.Module, torch.Tensor, type)
+        if id(item) in found or is_host_scalar(item) or issubclass(type(item), kinds):
             continue
         found[id(item)] = item
         pending += (part for _, part in parts_in(item))
+        if issubclass(type(item), FunctionType):
+            pending += (read_cell(cell, "") for cell in item.__closure__ or ())
+        elif issubclass(type(item), MethodType):
+            pending += (item.__func__, item.__self__)
+        elif issubclass(type(item), partial):
+            pending += parts_of_partial(item)
     return found
