@@ -469,6 +469,68 @@ def of_closure():
     return SimpleNamespace(prepare=prepare), lambda: kept["number"]
 
 
+def of_variable():
+    number = 2.0
+
+    def prepare(key, step_info):
+        nonlocal number
+        number = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: number
+
+
+def of_global():
+    def prepare(key, step_info):
+        global NUMBER
+        NUMBER = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: NUMBER
+
+
+def of_entry():
+    def prepare(key, step_info):
+        NUMBERS["number"] = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: NUMBERS["number"]
+
+
+def of_list():
+    def prepare(key, step_info):
+        LENGTHS.clear()
+        LENGTHS.extend([0] * int(step_info or 2))
+
+    return SimpleNamespace(prepare=prepare), lambda: len(LENGTHS)
+
+
+NUMBER, NUMBERS, LENGTHS = 2.0, {"number": 2.0}, [0, 0]
+
+
+class ByKind(Plan):
+    kind = "plan"
+
+    def prepare(self, key, step_info):
+        getattr(self, f"{self.kind}")(key, step_info)
+
+
+def of_kind():
+    resource = ByKind()
+    return resource, lambda: resource.number
+
+
+class OfEntries(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entries = {"number": 2.0}
+
+    def prepare(self, key, step_info):
+        self.entries["number"] = step_info or 2.0
+
+
+def of_entries():
+    module = OfEntries()
+    return module, lambda: module.entries["number"]
+
+
 def of_method():
     plan = Plan()
     return SimpleNamespace(prepare=plan.plan), lambda: plan.number
@@ -501,6 +563,12 @@ def of_pages():
 
 ELSEWHERE = {
     "closure": of_closure,
+    "variable of a closure": of_variable,
+    "global variable": of_global,
+    "entry of a global": of_entry,
+    "length of a global": of_list,
+    "method by a computed name": of_kind,
+    "entry in a module": of_entries,
     "method of another": of_method,
     "partial": of_partial,
     "property": partial(of_setter, "number"),
@@ -545,6 +613,58 @@ def test_output_of_the_run_before_is_a_value_of_the_step_that_is_compared(policy
         for number, info in enumerate((2.0, 3.0, 4.0), start=1):
             x = runner.run({"x": x}, step_info=info)
             assert torch.equal(x, torch.full((3, 4), 2.0**number))
+
+
+@pytest.mark.parametrize("matters", [False, True])
+def test_value_that_prepare_sets_is_compared_without_another_prepare(matters) -> None:
+    num_runs = Tally()
+
+    class Turns:
+        """Two buffers in turns: another ``prepare`` would set the first one again."""
+
+        turn = 0
+
+        def prepare(self, key, step_info):
+            self.turn ^= 1
+
+    def scale(x):
+        num_runs.append(len(x))
+        return x * (2 + resource.turn * matters)
+
+    resource, x = Turns(), torch.ones(3, 4)
+    with rows_runner(scale, (2, 4), resources=[resource], examples=no_info) as runner:
+        runner.capture()
+        num_runs.clear()
+        if matters:
+            with pytest.raises(VerificationError, match=r"moved .*: resource\.turn"):
+                [runner.run({"x": x}) for _ in range(2)]
+        else:
+            for _ in range(6):
+                assert torch.equal(runner.run({"x": x}), x * 2)
+            assert list(num_runs) == [4]
+
+
+def test_entries_for_each_request_are_compared_together() -> None:
+    num_runs = Tally()
+
+    class Requests:
+        def __init__(self):
+            self.lengths = {f"request {number}": 0 for number in range(20)}
+
+        def prepare(self, key, step_info):
+            self.lengths[f"request {step_info}"] = 1
+
+    def scale(x):
+        num_runs.append(len(x))
+        return x * 2 if sum(resource.lengths.values()) < 100 else x
+
+    resource, x = Requests(), torch.ones(3, 4)
+    with rows_runner(scale, (2, 4), resources=[resource], examples=no_info) as runner:
+        runner.capture()
+        num_runs.clear()
+        for number in range(6):
+            assert torch.equal(runner.run({"x": x}, step_info=number), x * 2)
+        assert list(num_runs) == [4]
 
 
 @dataclass

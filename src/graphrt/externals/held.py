@@ -526,6 +526,8 @@ def _without_its_code(detail_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _DETAILS_OF_ANY = tuple(map(_without_its_code, _DETAILS))
 
+_MOST_FIELDS = 16
+"""A dict with more entries has no fields: a request for each."""
 _MOST_KEYS = 256
 """Of a dict with more, a look only counts how many they are."""
 
@@ -784,9 +786,10 @@ def _read_by_way(way: tuple[Place, ...]) -> Any:
 
 
 def _is_of_a_name(place: Place) -> bool:
-    """True for an attribute, an entry under a text and a field of a named tuple."""
-    has_fields = read_member(type(place.owner), "_fields") is not MISSING
-    return has_fields or (type(place.name) is str and place.kind != "element")
+    """True for a variable, an attribute and a field of a named tuple or of a small dict."""
+    if type(place.name) is str and place.kind != "element":
+        return place.kind != "item" or length_of(place.owner) <= _MOST_FIELDS
+    return read_member(type(place.owner), "_fields") is not MISSING
 
 
 def _steps_of(way: tuple[Place, ...]) -> Iterator[Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -46,9 +46,10 @@ class Prepared:
     def may_set(self, place: Place) -> bool:
         """True for a place where a resource may set another value before a run.
 
-        That is an attribute that code of its preparation assigns, also of another object that this
-        code reaches (a module), and whatever is in a container of its own that this code names.
-        What others set there (a scale, a flag) is a setting like any other.
+        That is a variable or attribute that code of its preparation assigns, also of another object
+        that this code reaches (a module), whatever is in a container that gets entries from this
+        code, and of its own in any that this code names. What others set there (a scale, a flag) is
+        a setting like any other.
         """
         is_owned = self.owns(place)
         if not is_owned and issubclass(type(place.value), (torch.nn.Module, torch.Tensor)):
@@ -72,28 +73,47 @@ class _Preparing:
                     self._assigned |= of_setter.assigned
                     objects += of_setter.objects.values()
         self._entered = set(map(id, objects))
-        functions = (item for item in objects if type(item) is FunctionType)
+        functions = [item for item in objects if type(item) is FunctionType]
+        read = [(each, names_in(each.__code__)) for each in functions]
+        self._stored = {name for _, names in read for name in names.stored}
+        self._rebound = {
+            (id(box), name)
+            for each, names in read
+            for name in names.rebound
+            for box in (each.__globals__, *_cells_of(each, name))
+        }
+        self._guesses = any(names.guessed for _, names in read)
+        """Methods may be called whose names are computed."""
         # A class that refuses assignments names how they are made.
-        codes = (each.__code__ for each in functions if each.__name__ != "__setattr__")
-        read = map(names_in, codes)
         self._sets_any = any(
             not _SETTING.isdisjoint((*names.globals, *names.attributes, *names.own))
-            for names in read
+            for each, names in read
+            if each.__name__ != "__setattr__"
         )
 
     def may_set(self, place: Place, is_owned: bool) -> bool:
-        kind = type(place.owner)
+        kind, is_entered = type(place.owner), id(place.owner) in self._entered
+        if place.kind in ("global", "cell"):
+            return (id(place.owner), place.name) in self._rebound
         if issubclass(kind, _CONTAINERS) or type(place.name) is not str:
-            return is_owned and id(place.owner) in self._entered
+            of = place.path.removesuffix(".__len__()").removesuffix(".keys()")
+            of = of.rpartition(".")[2].partition("[")[0]
+            return is_entered and (is_owned or of in self._stored)
         if not is_owned:
-            return id(place.owner) in self._entered and place.name in self._assigned
+            return is_entered and place.name in self._assigned
         if place.value is not MISSING:
             if self._sets_any or place.name in self._assigned:
                 return True
             # The code of a package that is not the resource's own was not read.
-            if not self._walk.is_foreign(module_of(kind)):
+            if not (self._guesses or self._walk.is_foreign(module_of(kind))):
                 return False
         return place.name in _assigned_by_methods(kind)  # type: ignore[arg-type]
+
+
+def _cells_of(function: FunctionType, name: str) -> Iterator[object]:
+    """The cell of a variable of its closure, if it has that."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return (cell for each, cell in cells if each == name)
 
 
 @lru_cache(maxsize=256)
