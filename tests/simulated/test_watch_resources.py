@@ -667,6 +667,66 @@ def test_entries_for_each_request_are_compared_together() -> None:
         assert list(num_runs) == [4]
 
 
+class OfConfig:
+    """Makes metadata anew, with the configuration of the model in it."""
+
+    def __init__(self, config):
+        self.meta, self.config = None, config
+
+    def prepare(self, key, step_info):
+        self.meta = Slotted(SimpleNamespace(number=step_info or 2.0, config=self.config))
+
+
+def configured(config):
+    space, resource = SimpleNamespace(config=config, other=Config(1.0)), OfConfig(config)
+
+    def scale(x):
+        meta = resource.meta.inner
+        bias = meta.config.bias * space.config.bias * space.other.bias
+        return x * min(meta.number, 2.0) * bias
+
+    options = {"watch": "always", "resources": [resource], "examples": no_info}
+    return space, rows_runner(scale, (2, 4), **options)
+
+
+def test_equal_object_elsewhere_leaves_what_a_resource_makes_anew_valid() -> None:
+    space, runner = configured(Config(1.0))
+    x = torch.ones(3, 4)
+    with runner:
+        runner.capture()
+        for info in (3.0, 4.0, 5.0):
+            assert torch.equal(runner.run({"x": x}, step_info=info), x * 2)
+            assert runner.last_decision.reason.name == "PADDED"
+            space.other = Config(1.0)
+
+
+def test_setting_that_the_model_shares_with_what_a_resource_makes_anew_is_noticed() -> None:
+    space, runner = configured(Config(1.0))
+    x = torch.ones(3, 4)
+    with runner:
+        runner.capture()
+        runner.run({"x": x}, step_info=3.0)
+        space.config.bias = 2.0
+        assert torch.equal(runner.run({"x": x}, step_info=3.0), x * 8)
+        assert runner.last_decision.reason.name == "INVALIDATED"
+
+
+def test_tensor_that_a_resource_makes_anew_for_a_module_ends_the_graph() -> None:
+    layer = Layer()
+
+    class Anew:
+        def prepare(self, key, step_info):
+            layer.number = SimpleNamespace(scale=torch.full((8,), step_info or 2.0))
+
+    x, options = torch.ones(3, 4), {"watch": "always", "resources": [Anew()], "examples": no_info}
+    with rows_runner(lambda x: x * layer.number.scale[: len(x), None], (2, 4), **options) as runner:
+        runner.capture()
+        runner.run({"x": x}, step_info=2.0)
+        with pytest.raises(InvalidProgramError, match=r"replaced by prepare\(\)"):
+            runner.run({"x": x}, step_info=3.0)
+        assert torch.equal(runner.run({"x": x}, step_info=3.0), x * 3)
+
+
 @dataclass
 class Planned:
     longest: float

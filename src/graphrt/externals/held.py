@@ -237,33 +237,35 @@ class Reads:
         unread: list[Unwatched] = []
         links: list[Place] = []
         tensors: list[HeldTensor] = []
-        owned: dict[int, bool] = {}
+        owns_storage: dict[int, bool] = {}
         self._found = [
             place._replace(value=place.read()) if place.kind == "contents" else place
             for place in found.places
             if place.is_named or (is_tensor(place.value) and _is_module(place.owner))
         ]
+        self._set_before_runs = list(filter(of_resources.may_set, self._found))
+        """Where resources may put another value before a run."""
+        self._below_these = list(self._below(self._set_before_runs))
+        """Where they thereby do."""
+        below = list(self._only_there(self._set_before_runs, self._below_these))
+        set_by_them = set(map(id, (*self._set_before_runs, *below)))
         for place in self._found:
             value = place.value
             if is_tensor(value):
                 try:
-                    _hold(tensors, place, value, (), owns, owned)
+                    _hold(tensors, place, value, (), owns, owns_storage)
                 except Exception as error:
                     if type(value) in _PLAIN_TENSORS:
                         raise
                     because = f"code of its class raises {type(error).__name__}"
                     unread.append(Unwatched(place.path, name_of(type(value)), because))
-            elif not of_resources.may_set(place):
+            elif id(place) not in set_by_them:
                 (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
         """Named host values."""
         self.tensors = tuple(tensors)
         code = [place for place in links if issubclass(type(place.value), _CODE)]
         used = _prefixes([item.name for item in tensors] + [p.path for p in (*values, *code)])
-        self._set_before_runs = list(filter(of_resources.may_set, self._found))
-        """Where resources may put another value before a run."""
-        self._below_these = list(self._below(self._set_before_runs))
-        """Where they thereby do."""
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
         self.links = tuple(
@@ -277,11 +279,12 @@ class Reads:
         """The host values, as of the last look for a capture."""
         self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
-        theirs = (*filter(of_resources.owns, self._found), *self._set_before_runs)
+        owned = filter(of_resources.owns, self._found)
+        theirs = (*below, *owned, *self._set_before_runs)
         settings = {place.path for place in (*values, *links)}
         self.prepared = frozenset(p.path for p in theirs if p.path not in settings)
         """Names of what resources own or may set before each run."""
-        self._of_resources = {id(p.value): p for p in (*self._below_these, *theirs)}
+        self._of_resources = {id(p.value): p for p in theirs}
         """By id of an object that a resource owns or sets, the place where it stands."""
         self.touched_of_resources: set[str] = set()
         """Names of what resources own and graphs of the callable are known to read."""
@@ -346,10 +349,21 @@ class Reads:
         kept = (torch.nn.Module, *_CODE)
         objects = {id(place.value) for place in places if self._leads_on(place)}
         for place in self._found:  # A parent before what was reached through it.
-            if id(place.owner) in objects:
+            if id(place.owner) in objects and not issubclass(type(place.value), kept):
                 yield place
-                if self._leads_on(place) and not issubclass(type(place.value), kept):
+                if self._leads_on(place):
                     objects.add(id(place.value))
+
+    def _only_there(self, places: Iterable[Place], below: Iterable[Place]) -> Iterator[Place]:
+        """Those ``below`` these places in what stands nowhere else: what the model shares with a
+        resource (its configuration) has settings."""
+        theirs = set(map(id, (*places, *below)))
+        shared = {id(p.value) for p in self._found if id(p) not in theirs and self._leads_on(p)}
+        for place in below:
+            if id(place.owner) not in shared:
+                yield place
+            elif self._leads_on(place):
+                shared.add(id(place.value))
 
     def _way_to(self, place: Place) -> tuple[Place, ...]:
         """The places from a resource to this one, which lies in it."""
