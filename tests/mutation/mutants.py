@@ -1349,7 +1349,7 @@ MUTANTS = [
     Mutant(
         "every attribute of a resource is a setting",
         "graphrt/externals/prepared.py",
-        "if self._sets_any or place.name in self._assigned:",
+        "if place.name in self._assigned and (is_there or is_entered):",
         "if not place:",
         RESOURCES,
     ),

@@ -531,6 +531,22 @@ def of_entries():
     return module, lambda: module.entries["number"]
 
 
+class OfLate:
+    """Sets an attribute of its metadata only where a batch needs it."""
+
+    def __init__(self):
+        self.meta = SimpleNamespace(tokens=0)
+
+    def prepare(self, key, step_info):
+        if step_info is not None:
+            self.meta.late = step_info
+
+
+def of_late():
+    resource = OfLate()
+    return resource, lambda: getattr(resource.meta, "late", 2.0)
+
+
 def of_method():
     plan = Plan()
     return SimpleNamespace(prepare=plan.plan), lambda: plan.number
@@ -569,6 +585,7 @@ ELSEWHERE = {
     "length of a global": of_list,
     "method by a computed name": of_kind,
     "entry in a module": of_entries,
+    "absent at first": of_late,
     "method of another": of_method,
     "partial": of_partial,
     "property": partial(of_setter, "number"),

@@ -101,8 +101,12 @@ class _Preparing:
             return is_entered and (is_owned or of in self._stored)
         if not is_owned:
             return is_entered and place.name in self._assigned
-        if place.value is not MISSING:
-            if self._sets_any or place.name in self._assigned:
+        is_there = place.value is not MISSING
+        # Many objects lack what code sets in others: of those, the ones that this code reaches.
+        if place.name in self._assigned and (is_there or is_entered):
+            return True
+        if is_there:
+            if self._sets_any:
                 return True
             # The code of a package that is not the resource's own was not read.
             if not (self._guesses or self._walk.is_foreign(module_of(kind))):
