@@ -1092,7 +1092,7 @@ MUTANTS = [
     Mutant(
         "sampled steps are never compared with the unpadded batch",
         RUNNER + "comparisons.py",
-        "pads = pads and self._pads and call.sizes != ready.bound.sizes",
+        "pads = self._pads and call.sizes != ready.bound.sizes and not is_prepared",
         "pads = False",
         PADDED,
     ),
@@ -1342,14 +1342,14 @@ MUTANTS = [
     Mutant(
         "settings of a resource are no host values",
         "graphrt/externals/held.py",
-        "elif not of_resources.may_set(place):",
+        "elif id(place) not in set_by_them:",
         "elif not of_resources.owns(place):",
         RESOURCES,
     ),
     Mutant(
         "every attribute of a resource is a setting",
         "graphrt/externals/prepared.py",
-        "if self._sets_any or place.name in self._assigned:",
+        "if place.name in self._assigned and (is_there or is_entered):",
         "if not place:",
         RESOURCES,
     ),
@@ -1379,6 +1379,27 @@ MUTANTS = [
         "graphrt/graphs/program.py",
         "        if ask is None:\n            return check\n",
         "        if True:\n            return check\n",
+        RESOURCES,
+    ),
+    Mutant(
+        "step with a value that a resource sets is compared after another prepare",
+        RUNNER + "comparisons.py",
+        "if not is_prepared:",
+        "if True:",
+        RESOURCES,
+    ),
+    Mutant(
+        "fields of a record that a resource makes anew are accepted together",
+        "graphrt/externals/held.py",
+        "named = takewhile(_is_of_a_name, self.way)",
+        "named = self.way[:1]",
+        RESOURCES,
+    ),
+    Mutant(
+        "what the model shares with a resource has no settings",
+        "graphrt/externals/held.py",
+        "if id(place.owner) not in shared:",
+        "if place:",
         RESOURCES,
     ),
 ]

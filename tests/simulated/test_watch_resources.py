@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import BatchDescriptor, Example, break_point
+from graphrt import BatchDescriptor, Example, OutputSpec, break_point
 from graphrt.errors import InvalidProgramError, VerificationError
 from lab import FULL, Lab, Tally, random_rows, rows_runner
 
@@ -190,6 +190,11 @@ class Config:
     bias: float
 
 
+@dataclass(slots=True)
+class Slotted:
+    inner: object
+
+
 class Settings:
     """Settings of the model beside what ``prepare`` sets for each batch."""
 
@@ -283,6 +288,8 @@ class Scaled:
             self.scales = [None] * int(scale)
         elif self.kind == "of a record":
             self.meta = SimpleNamespace(inner=Config(scale))
+        elif self.kind == "of slots":
+            self.meta = Slotted(Slotted(Config(scale)))
         elif self.kind == "of a mapping":
             self.meta = {"many": {"of": scale}}
         elif self.kind == "absent at first":
@@ -305,6 +312,8 @@ class Scaled:
             return len(self.scales)
         if self.kind == "of a record":
             return self.meta.inner.bias
+        if self.kind == "of slots":
+            return self.meta.inner.inner.bias
         if self.kind == "of a mapping":
             return self.meta["many"]["of"]
         if self.kind == "absent at first":
@@ -314,7 +323,7 @@ class Scaled:
 
 KINDS = (
     *("attribute", "entry", "array", "length", "of another object"),
-    *("of a record", "of a mapping", "of an object in place", "absent at first"),
+    *("of a record", "of a mapping", "of an object in place", "absent at first", "of slots"),
 )
 
 
@@ -375,6 +384,397 @@ def test_value_that_differs_between_examples_is_refused_by_its_name(kind) -> Non
     ):
         runner.capture()
     assert "moved since the capture: resource." in raised.value.do
+
+
+class Plan:
+    """A number that others set."""
+
+    def __init__(self):
+        self.number = 2.0
+
+    def plan(self, key, step_info):
+        self.number = step_info or 2.0
+
+
+class Underscored:
+    """What a descriptor sets."""
+
+    def __set_name__(self, owner, name):
+        self.name = "_" + name
+
+    def __get__(self, owner, kind=None):
+        return getattr(owner, self.name)
+
+    def __set__(self, owner, value):
+        setattr(owner, self.name, value)
+
+
+class BySetters:
+    other = Underscored()
+
+    def __init__(self, name):
+        self.name, self._number, self.other = name, 2.0, 2.0
+
+    @property
+    def number(self):
+        return self._number
+
+    @number.setter
+    def number(self, value):
+        self._number = value
+
+    def prepare(self, key, step_info):
+        if self.name == "number":
+            self.number = step_info or 2.0
+        else:
+            self.other = step_info or 2.0
+
+
+class Layer(torch.nn.Module):
+    """A resource that is a module of the model."""
+
+    number = 2.0
+
+    def prepare(self, key, step_info):
+        self.number = step_info or 2.0
+
+
+class OfLayers(Plan):
+    """Tells the layers of a model what it has planned. Many pages are free."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.free = layers, list(range(1000, 9000))
+
+    def prepare(self, key, step_info):
+        for layer in self.layers.children():
+            layer.number = step_info or 2.0
+
+
+class Pages(OfLayers):
+    def __init__(self):
+        super().__init__(None)
+        self.deep = SimpleNamespace(inner=self.layers)
+
+    def prepare(self, key, step_info):
+        self.deep.inner = Config(step_info or 2.0)
+
+
+def of_closure():
+    kept = {"number": 2.0}
+
+    def prepare(key, step_info):
+        kept["number"] = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: kept["number"]
+
+
+def of_variable():
+    number = 2.0
+
+    def prepare(key, step_info):
+        nonlocal number
+        number = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: number
+
+
+def of_global():
+    def prepare(key, step_info):
+        global NUMBER
+        NUMBER = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: NUMBER
+
+
+def of_entry():
+    def prepare(key, step_info):
+        NUMBERS["number"] = step_info or 2.0
+
+    return SimpleNamespace(prepare=prepare), lambda: NUMBERS["number"]
+
+
+def of_list():
+    def prepare(key, step_info):
+        LENGTHS.clear()
+        LENGTHS.extend([0] * int(step_info or 2))
+
+    return SimpleNamespace(prepare=prepare), lambda: len(LENGTHS)
+
+
+NUMBER, NUMBERS, LENGTHS = 2.0, {"number": 2.0}, [0, 0]
+
+
+class ByKind(Plan):
+    kind = "plan"
+
+    def prepare(self, key, step_info):
+        getattr(self, f"{self.kind}")(key, step_info)
+
+
+def of_kind():
+    resource = ByKind()
+    return resource, lambda: resource.number
+
+
+class OfEntries(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entries = {"number": 2.0}
+
+    def prepare(self, key, step_info):
+        self.entries["number"] = step_info or 2.0
+
+
+def of_entries():
+    module = OfEntries()
+    return module, lambda: module.entries["number"]
+
+
+class OfLate:
+    """Sets an attribute of its metadata only where a batch needs it."""
+
+    def __init__(self):
+        self.meta = SimpleNamespace(tokens=0)
+
+    def prepare(self, key, step_info):
+        if step_info is not None:
+            self.meta.late = step_info
+
+
+def of_late():
+    resource = OfLate()
+    return resource, lambda: getattr(resource.meta, "late", 2.0)
+
+
+def of_method():
+    plan = Plan()
+    return SimpleNamespace(prepare=plan.plan), lambda: plan.number
+
+
+def of_partial():
+    plan = Plan()
+    return SimpleNamespace(prepare=partial(Plan.plan, plan)), lambda: plan.number
+
+
+def of_setter(name):
+    resource = BySetters(name)
+    return resource, lambda: getattr(resource, name)
+
+
+def of_module():
+    layer = Layer()
+    return layer, lambda: layer.number
+
+
+def of_layers():
+    layers = torch.nn.ModuleList([Layer(), Layer()])
+    return OfLayers(layers), lambda: layers[0].number
+
+
+def of_pages():
+    resource = Pages()
+    return resource, lambda: resource.deep.inner.bias
+
+
+ELSEWHERE = {
+    "closure": of_closure,
+    "variable of a closure": of_variable,
+    "global variable": of_global,
+    "entry of a global": of_entry,
+    "length of a global": of_list,
+    "method by a computed name": of_kind,
+    "entry in a module": of_entries,
+    "absent at first": of_late,
+    "method of another": of_method,
+    "partial": of_partial,
+    "property": partial(of_setter, "number"),
+    "descriptor": partial(of_setter, "other"),
+    "module": of_module,
+    "layers": of_layers,
+    "beside many pages": of_pages,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_value_that_prepare_sets_outside_its_own_attributes_is_compared_once(name) -> None:
+    (resource, read), num_runs = ELSEWHERE[name](), Tally()
+
+    def limited(x):
+        num_runs.append(len(x))
+        return x * min(read(), 2.0)
+
+    x, options = torch.ones(3, 4), {"watch": "always", "resources": [resource]}
+    with rows_runner(limited, (2, 4), examples=no_info, **options) as runner:
+        runner.capture()
+        num_runs.clear()
+        for info in (2.0, 3.0, 4.0, 5.0):
+            assert torch.equal(runner.run({"x": x}, step_info=info), x * 2)
+            assert runner.last_decision.reason.name == "PADDED"
+        assert list(num_runs) == [4]
+    with rows_runner(limited, (2, 4), examples=no_info, **options) as runner:
+        runner.capture()
+        with pytest.raises(VerificationError, match="moved since the capture"):
+            runner.run({"x": x}, step_info=1.0)
+
+
+@pytest.mark.parametrize("policy", ["view", "checked_view", "clone"])
+def test_output_of_the_run_before_is_a_value_of_the_step_that_is_compared(policy) -> None:
+    resource, x = Scaled("attribute"), torch.ones(3, 4)
+    options = {"resources": [resource], "examples": no_info}
+    outputs = OutputSpec({"": "n"}, policy)
+    with rows_runner(
+        lambda x: x * min(resource.read(), 2.0), (2, 4), outputs=outputs, **options
+    ) as runner:
+        runner.capture()
+        for number, info in enumerate((2.0, 3.0, 4.0), start=1):
+            x = runner.run({"x": x}, step_info=info)
+            assert torch.equal(x, torch.full((3, 4), 2.0**number))
+
+
+@pytest.mark.parametrize("matters", [False, True])
+def test_value_that_prepare_sets_is_compared_without_another_prepare(matters) -> None:
+    num_runs = Tally()
+
+    class Turns:
+        """Two buffers in turns: another ``prepare`` would set the first one again."""
+
+        turn = 0
+
+        def prepare(self, key, step_info):
+            self.turn ^= 1
+
+    def scale(x):
+        num_runs.append(len(x))
+        return x * (2 + resource.turn * matters)
+
+    resource, x = Turns(), torch.ones(3, 4)
+    with rows_runner(scale, (2, 4), resources=[resource], examples=no_info) as runner:
+        runner.capture()
+        num_runs.clear()
+        if matters:
+            with pytest.raises(VerificationError, match=r"moved .*: resource\.turn"):
+                [runner.run({"x": x}) for _ in range(2)]
+        else:
+            for _ in range(6):
+                assert torch.equal(runner.run({"x": x}), x * 2)
+            assert list(num_runs) == [4]
+
+
+def test_entries_for_each_request_are_compared_together() -> None:
+    num_runs = Tally()
+
+    class Requests:
+        def __init__(self):
+            self.lengths = {f"request {number}": 0 for number in range(20)}
+
+        def prepare(self, key, step_info):
+            self.lengths[f"request {step_info}"] = 1
+
+    def scale(x):
+        num_runs.append(len(x))
+        return x * 2 if sum(resource.lengths.values()) < 100 else x
+
+    resource, x = Requests(), torch.ones(3, 4)
+    with rows_runner(scale, (2, 4), resources=[resource], examples=no_info) as runner:
+        runner.capture()
+        num_runs.clear()
+        for number in range(6):
+            assert torch.equal(runner.run({"x": x}, step_info=number), x * 2)
+        assert list(num_runs) == [4]
+
+
+class OfConfig:
+    """Makes metadata anew, with the configuration of the model in it."""
+
+    def __init__(self, config):
+        self.meta, self.config = None, config
+
+    def prepare(self, key, step_info):
+        self.meta = Slotted(SimpleNamespace(number=step_info or 2.0, config=self.config))
+
+
+def configured(config):
+    space, resource = SimpleNamespace(config=config, other=Config(1.0)), OfConfig(config)
+
+    def scale(x):
+        meta = resource.meta.inner
+        bias = meta.config.bias * space.config.bias * space.other.bias
+        return x * min(meta.number, 2.0) * bias
+
+    options = {"watch": "always", "resources": [resource], "examples": no_info}
+    return space, rows_runner(scale, (2, 4), **options)
+
+
+def test_equal_object_elsewhere_leaves_what_a_resource_makes_anew_valid() -> None:
+    space, runner = configured(Config(1.0))
+    x = torch.ones(3, 4)
+    with runner:
+        runner.capture()
+        for info in (3.0, 4.0, 5.0):
+            assert torch.equal(runner.run({"x": x}, step_info=info), x * 2)
+            assert runner.last_decision.reason.name == "PADDED"
+            space.other = Config(1.0)
+
+
+def test_setting_that_the_model_shares_with_what_a_resource_makes_anew_is_noticed() -> None:
+    space, runner = configured(Config(1.0))
+    x = torch.ones(3, 4)
+    with runner:
+        runner.capture()
+        runner.run({"x": x}, step_info=3.0)
+        space.config.bias = 2.0
+        assert torch.equal(runner.run({"x": x}, step_info=3.0), x * 8)
+        assert runner.last_decision.reason.name == "INVALIDATED"
+
+
+def test_tensor_that_a_resource_makes_anew_for_a_module_ends_the_graph() -> None:
+    layer = Layer()
+
+    class Anew:
+        def prepare(self, key, step_info):
+            layer.number = SimpleNamespace(scale=torch.full((8,), step_info or 2.0))
+
+    x, options = torch.ones(3, 4), {"watch": "always", "resources": [Anew()], "examples": no_info}
+    with rows_runner(lambda x: x * layer.number.scale[: len(x), None], (2, 4), **options) as runner:
+        runner.capture()
+        runner.run({"x": x}, step_info=2.0)
+        with pytest.raises(InvalidProgramError, match=r"replaced by prepare\(\)"):
+            runner.run({"x": x}, step_info=3.0)
+        assert torch.equal(runner.run({"x": x}, step_info=3.0), x * 3)
+
+
+@dataclass
+class Planned:
+    longest: float
+    scale: float
+
+
+class PlannedFields(NamedTuple):
+    longest: float
+    scale: float
+
+
+@pytest.mark.parametrize("build", [Planned, PlannedFields, lambda *of: vars(Planned(*of))])
+def test_field_that_differs_later_than_the_one_beside_it_is_compared_too(build) -> None:
+    class Builder:
+        meta = None
+
+        def prepare(self, key, step_info):
+            self.meta = build(*(step_info or (2.0, 2.0)))
+
+        def scale(self, x):
+            fields = self.meta
+            if type(fields) is dict:
+                return x * min(fields["longest"], 2.0) * fields["scale"]
+            return x * min(fields.longest, 2.0) * fields.scale
+
+    resource, x = Builder(), torch.ones(3, 4)
+    with rows_runner(resource.scale, (2, 4), resources=[resource], examples=no_info) as runner:
+        runner.capture()
+        assert torch.equal(runner.run({"x": x}, step_info=(3.0, 2.0)), x * 4)
+        with pytest.raises(VerificationError, match=r"moved since the capture: meta.*scale"):
+            runner.run({"x": x}, step_info=(4.0, 3.0))
 
 
 def test_value_that_prepare_sets_is_trusted_where_nothing_is_verified() -> None:

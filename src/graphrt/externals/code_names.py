@@ -52,6 +52,8 @@ class Names(NamedTuple):
     catches errors; a number or tuple that may be a key."""
     called: set[str]
     """Variables and attributes that are called: of a class, this makes an object."""
+    rebound: set[str]
+    """Variables of modules and closures that are assigned."""
 
 
 class _Value(NamedTuple):
@@ -122,6 +124,7 @@ class _Machine:
             *(set(), set(), {}, strings, set(), set(), set(), set(), set(), {}, set(), {}, set()),
             tried=set(),
             called=set(),
+            rebound=set(),
         )
         self._catches = _catches(code)
         self._code = code
@@ -203,6 +206,10 @@ class _Machine:
     def _keep(self, step: dis.Instruction) -> None:
         """The stack stays, or loses its last, or gets more of what nobody names."""
         self._stack = _moved(self._stack, _effect(step))
+
+    def _rebind(self, step: dis.Instruction) -> None:
+        self.found.rebound.add(step.argval)
+        self._keep(step)
 
     def _ignore(self, _: dis.Instruction) -> None:
         """The stack stays, whatever a release counts for it."""
@@ -520,8 +527,8 @@ for _does, _opnames in (
         "POP_EXCEPT POP_ITER POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE "
         "POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_IF_NONE "
         "POP_JUMP_IF_NOT_NONE POP_TOP PRINT_EXPR PUSH_EXC_INFO RAISE_VARARGS RERAISE RESUME "
-        "RETURN_CONST RETURN_GENERATOR RETURN_VALUE SEND SETUP_ANNOTATIONS SET_ADD STORE_DEREF "
-        "STORE_GLOBAL STORE_NAME WITH_EXCEPT_START YIELD_VALUE",
+        "RETURN_CONST RETURN_GENERATOR RETURN_VALUE SEND SETUP_ANNOTATIONS SET_ADD "
+        "STORE_NAME WITH_EXCEPT_START YIELD_VALUE",
     ),
     (
         _Machine._make,
@@ -555,6 +562,7 @@ for _does, _opnames in (
     (_Machine._operate, "BINARY_OP"),
     (_Machine._entry, "BINARY_SLICE BINARY_SUBSCR"),
     (_Machine._store_entry, "DELETE_SUBSCR STORE_SLICE STORE_SUBSCR"),
+    (_Machine._rebind, "STORE_DEREF STORE_GLOBAL"),
     (_Machine._assign_attribute, "DELETE_ATTR STORE_ATTR"),
     (_Machine._join, "BUILD_STRING"),
     (_Machine._contains, "CONTAINS_OP"),

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import compress, cycle
+from itertools import compress, cycle, takewhile
 from operator import attrgetter, contains, is_not, itemgetter, methodcaller, ne
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -141,6 +141,12 @@ class SetByResource(NamedTuple):
         """True if another value stands there now."""
         return not same_host_value(self.value, _read_by_way(self.way))
 
+    def is_one_with(self) -> tuple[int, ...]:
+        """The same for all in a container whose items have no names: how many and which they are
+        may differ from step to step, where each field of a record may decide something else."""
+        named = takewhile(_is_of_a_name, self.way)
+        return (id(self.way[0].owner), *map(id, named))
+
 
 class SetByResources:
     """Host values that resources may set before each run, as they were when this was made."""
@@ -169,9 +175,9 @@ class SetByResources:
         return []
 
     def without(self, others: Iterable[SetByResource]) -> SetByResources:
-        """All but these, and what is set with them."""
-        first = {id(item.set_at[0]) for item in others}
-        return SetByResources(item for item in self._items if id(item.set_at[0]) not in first)
+        """All but these, and what is in the same containers."""
+        known = {item.is_one_with() for item in others}
+        return SetByResources(item for item in self._items if item.is_one_with() not in known)
 
 
 class TensorRef(NamedTuple):
@@ -231,33 +237,35 @@ class Reads:
         unread: list[Unwatched] = []
         links: list[Place] = []
         tensors: list[HeldTensor] = []
-        owned: dict[int, bool] = {}
+        owns_storage: dict[int, bool] = {}
         self._found = [
             place._replace(value=place.read()) if place.kind == "contents" else place
             for place in found.places
             if place.is_named or (is_tensor(place.value) and _is_module(place.owner))
         ]
+        self._set_before_runs = list(filter(of_resources.may_set, self._found))
+        """Where resources may put another value before a run."""
+        self._below_these = list(self._below(self._set_before_runs))
+        """Where they thereby do."""
+        below = list(self._only_there(self._set_before_runs, self._below_these))
+        set_by_them = set(map(id, (*self._set_before_runs, *below)))
         for place in self._found:
             value = place.value
             if is_tensor(value):
                 try:
-                    _hold(tensors, place, value, (), owns, owned)
+                    _hold(tensors, place, value, (), owns, owns_storage)
                 except Exception as error:
                     if type(value) in _PLAIN_TENSORS:
                         raise
                     because = f"code of its class raises {type(error).__name__}"
                     unread.append(Unwatched(place.path, name_of(type(value)), because))
-            elif not of_resources.may_set(place):
+            elif id(place) not in set_by_them:
                 (links if self._leads_on(place) else values).append(place)
         self.values = tuple(values)
         """Named host values."""
         self.tensors = tuple(tensors)
         code = [place for place in links if issubclass(type(place.value), _CODE)]
         used = _prefixes([item.name for item in tensors] + [p.path for p in (*values, *code)])
-        self._set_before_runs = list(filter(of_resources.may_set, self._found))
-        """Where resources may put another value before a run."""
-        self._below_these = list(self._below(self._set_before_runs, of_resources))
-        """Where they thereby do."""
         # An object that has several paths is walked by one of them.
         shared = {id(place.value) for place in links if place.path in used}
         self.links = tuple(
@@ -271,12 +279,13 @@ class Reads:
         """The host values, as of the last look for a capture."""
         self.unwatched = (*found.unwatched, *dict.fromkeys(unread))
         """What it reads and nothing compares."""
-        owned_places = list(filter(of_resources.owns, self._found))
+        owned = filter(of_resources.owns, self._found)
+        theirs = (*below, *owned, *self._set_before_runs)
         settings = {place.path for place in (*values, *links)}
-        self.prepared = frozenset(p.path for p in owned_places if p.path not in settings)
-        """Names of what resources own and may set before each run."""
-        self._of_resources = {id(place.value): place for place in owned_places}
-        """By id of an object that a resource owns, the place where it stands."""
+        self.prepared = frozenset(p.path for p in theirs if p.path not in settings)
+        """Names of what resources own or may set before each run."""
+        self._of_resources = {id(p.value): p for p in theirs}
+        """By id of an object that a resource owns or sets, the place where it stands."""
         self.touched_of_resources: set[str] = set()
         """Names of what resources own and graphs of the callable are known to read."""
         self._by_resource: dict[str, HeldByResource] = {}
@@ -335,15 +344,26 @@ class Reads:
                     found.append(SetByResource(way, tuple(set_at), _read_by_way(way)))
         return SetByResources(found)
 
-    def _below(self, places: Iterable[Place], resources: Prepared) -> Iterator[Place]:
-        """What resources own in the objects that stand at these places."""
+    def _below(self, places: Iterable[Place]) -> Iterator[Place]:
+        """What is in the objects that stand at these places."""
         kept = (torch.nn.Module, *_CODE)
         objects = {id(place.value) for place in places if self._leads_on(place)}
         for place in self._found:  # A parent before what was reached through it.
-            if id(place.owner) in objects and resources.owns(place):
+            if id(place.owner) in objects and not issubclass(type(place.value), kept):
                 yield place
-                if self._leads_on(place) and not issubclass(type(place.value), kept):
+                if self._leads_on(place):
                     objects.add(id(place.value))
+
+    def _only_there(self, places: Iterable[Place], below: Iterable[Place]) -> Iterator[Place]:
+        """Those ``below`` these places in what stands nowhere else: what the model shares with a
+        resource (its configuration) has settings."""
+        theirs = set(map(id, (*places, *below)))
+        shared = {id(p.value) for p in self._found if id(p) not in theirs and self._leads_on(p)}
+        for place in below:
+            if id(place.owner) not in shared:
+                yield place
+            elif self._leads_on(place):
+                shared.add(id(place.value))
 
     def _way_to(self, place: Place) -> tuple[Place, ...]:
         """The places from a resource to this one, which lies in it."""
@@ -520,6 +540,8 @@ def _without_its_code(detail_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _DETAILS_OF_ANY = tuple(map(_without_its_code, _DETAILS))
 
+_MOST_FIELDS = 16
+"""A dict with more entries has no fields: a request for each."""
 _MOST_KEYS = 256
 """Of a dict with more, a look only counts how many they are."""
 
@@ -775,6 +797,13 @@ def _read_by_way(way: tuple[Place, ...]) -> Any:
     """What stands at its end now, whichever objects it leads through; of other kinds, nothing."""
     steps = list(_steps_of(way))
     return steps[-1].value if len(steps) == len(way) else MISSING
+
+
+def _is_of_a_name(place: Place) -> bool:
+    """True for a variable, an attribute and a field of a named tuple or of a small dict."""
+    if type(place.name) is str and place.kind != "element":
+        return place.kind != "item" or length_of(place.owner) <= _MOST_FIELDS
+    return read_member(type(place.owner), "_fields") is not MISSING
 
 
 def _steps_of(way: tuple[Place, ...]) -> Iterator[Place]:

@@ -24,7 +24,7 @@ from contextvars import Context, ContextVar
 from enum import Enum
 from itertools import accumulate, chain, compress, count, repeat, starmap, zip_longest
 from operator import is_, is_not
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
@@ -54,6 +54,7 @@ from graphrt.externals.places import (
     read_global,
     read_script,
     same_bytes,
+    slots_of,
     viewed_by,
 )
 from graphrt.externals.reachable import Reach, Walk, reach
@@ -673,7 +674,7 @@ class HostSnapshot:
         for base, name in _caches_of(kind):
             if (id(base), None) not in self._known:
                 self._add(f"{path}.{name}" if path else name, base, "class", name)
-        for name in _fixed_attributes_of(kind):
+        for name in slots_of(kind):
             self._add(f"{path}.{name}" if path else name, value, "slot", name)
 
     def _add(self, path: str, target: Any, kind: Kind, name: Any = None) -> None:
@@ -1092,18 +1093,6 @@ def _caches_of(kind: type) -> tuple[tuple[type, str], ...]:
 
 def _base_with(kind: type, name: str) -> type | None:
     return next((base for base in kind.__mro__ if name in base.__dict__), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _fixed_attributes_of(kind: type) -> tuple[str, ...]:
-    # Types written in C have members too, which are read-only or made anew by each read.
-    return tuple(
-        name
-        for base in kind.__mro__
-        if "__slots__" in base.__dict__
-        for name, value in base.__dict__.items()
-        if type(value) is MemberDescriptorType and _base_with(kind, name) is base
-    )
 
 
 @functools.lru_cache(maxsize=4096)

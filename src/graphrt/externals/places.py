@@ -621,6 +621,21 @@ def parts_in(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", part) for number, part in enumerate(parts))
     if not issubclass(kind, type):
         yield from ((f".{name}", part) for name, part in attributes_of(value).items())
+        for name in () if is_odd(kind) else slots_of(kind):  # type: ignore[arg-type]
+            yield f".{name}", filled(read_member(kind, name), value)
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes that every object of a class has a fixed place for."""
+    # Types written in C have members too, which are read-only or made anew by each read.
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in base.__dict__
+        for name, value in base.__dict__.items()
+        if type(value) is MemberDescriptorType and read_member(kind, name) is value
+    )
 
 
 class _HiddenDict:

@@ -234,21 +234,25 @@ class Comparisons:
 
     # -- of steps
 
-    def sample(self, ready: ReadyGraph, call: Call, *, pads: bool = True) -> Any:
-        """Replay a step and run it eagerly: on the padded views and, with ``pads``, as it is, in
-        turns."""
+    def sample(self, ready: ReadyGraph, call: Call, *, is_prepared: bool = False) -> Any:
+        """Replay a step and run it eagerly: on the padded views and as it is, in turns.
+
+        ``is_prepared``: resources are, and what they set is compared: on the padded views.
+        """
         with self._among_ranks(ready.entry):
             # A value may be an output of the run before, which the first replay here overwrites.
             staged = {**call.staged, **ready.bound.sizes_of(call.values, call.staged)}
             call = call._replace(values=own_copy(dict(call.values)), staged=staged)
-            pads = pads and self._pads and call.sizes != ready.bound.sizes
+            pads = self._pads and call.sizes != ready.bound.sizes and not is_prepared
             # Unpadded, ranks have sizes of their own, and runs that meet in collectives none in
             # common.
             self._pads = not self._pads and self.lockstep is None
             others, self._other_rows = self._other_rows, {}
             keeps_host = self._advances_host
             if not pads:
-                outputs = self.compare(ready, call, keeps_host=keeps_host).outputs
+                outputs = self.compare(
+                    ready, call, keeps_host=keeps_host, is_prepared=is_prepared
+                ).outputs
             else:
                 try:
                     outputs = self.compare_padding(
@@ -302,6 +306,7 @@ class Comparisons:
         num_runs: int = 1,
         *,
         keeps_host: bool = False,
+        is_prepared: bool = False,
     ) -> Verification:
         """Run one call eagerly and as a replay from the same state; raise if they differ.
 
@@ -310,7 +315,8 @@ class Comparisons:
         """
         key, bound, executor = ready.key, ready.bound, self.executor
         executor.outputs.expire()
-        executor.stage(key, bound, call)
+        if not is_prepared:
+            executor.stage(key, bound, call)
 
         # Each run stages again: the one before may have written buffers.
         def run_eager() -> Any:

@@ -284,8 +284,6 @@ class Executor:
             raise self._replaying.refusal(ready.program.title)
         ready.bound.stage_without_grad(staged, values)
         expire, program, unpad = self._expire, ready.program, ready.unpad
-        if expire is not None:  # Now, because values may be outputs of the run before.
-            expire()
         for resource in self._resources:
             resource.prepare(ready.key, step_info)
         check = ready.check
@@ -295,6 +293,8 @@ class Executor:
                 return run_both_ways(ready, Call(values, sizes, staged, step_info))
         elif is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
             raise autocast_error(ready.key, None)
+        if expire is not None:  # Now, because values may be outputs of the run before.
+            expire()
         if ready.has_eager:
             with ForwardContext(ready.mode, ready.key, step_info, None, self._layers):
                 program.replay()

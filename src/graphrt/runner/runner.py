@@ -267,7 +267,7 @@ class CUDAGraphRunner:
             is_strict=on_miss == "strict",
         )
         if verify == "first" and lockstep is None:  # Ranks compare together, or not at all.
-            self._executor.run_both_ways = partial(self._compare, pads=False)
+            self._executor.run_both_ways = partial(self._compare, is_prepared=True)
         self._captures = Captures(self._keys, self._comparisons)
         self._watch = Watch(watch)
         self._watch.start()
@@ -681,14 +681,14 @@ class CUDAGraphRunner:
             return decision
         return Decision(RuntimeMode.NONE, batch_key(key, staged), entry.reason)
 
-    def _compare(self, ready: ReadyGraph, call: Call, *, pads: bool = True) -> Any:
-        """Also run eagerly, on the padded views and, with ``pads``, on the batch as it is in turns.
+    def _compare(self, ready: ReadyGraph, call: Call, *, is_prepared: bool = False) -> Any:
+        """Also run eagerly, on the padded views and on the batch as it is in turns.
 
         A program that differs is never replayed again. Nor is any, where there are other ranks,
         whose comparison raised: the others have heard of it, and drop theirs.
         """
         try:
-            return self._comparisons.sample(ready, call, pads=pads)
+            return self._comparisons.sample(ready, call, is_prepared=is_prepared)
         except Exception as error:
             if self._comparisons.lockstep is None and not isinstance(error, VerificationError):
                 raise
