@@ -328,6 +328,12 @@ class Reads:
 
     def set_by_resources(self) -> SetByResources:
         """Named host values that resources may set before each run, as they are now."""
+        ways = self._ways_of_values
+        return SetByResources(SetByResource(way, at, _read_by_way(way)) for way, at in ways)
+
+    @cached_property
+    def _ways_of_values(self) -> list[tuple[tuple[Place, ...], tuple[Place, ...]]]:
+        """Of each that resources may set: the way to it, and where on that they set something."""
         known = set(map(id, self._set_before_runs))
         found = []
         all_places = {id(each): each for each in (*self._set_before_runs, *self._below_these)}
@@ -335,14 +341,14 @@ class Reads:
             if not (is_tensor(place.value) or self._leads_on(place)):
                 way = self._way_to(place)
                 # What stands in a tuple stays.
-                set_at = [
+                set_at = tuple(
                     step
                     for step in way
                     if id(step) in known and not issubclass(type(step.owner), tuple)
-                ]
+                )
                 if set_at:
-                    found.append(SetByResource(way, tuple(set_at), _read_by_way(way)))
-        return SetByResources(found)
+                    found.append((way, set_at))
+        return found
 
     def _below(self, places: Iterable[Place]) -> Iterator[Place]:
         """What is in the objects that stand at these places."""
