@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
 )
 
+from graphrt.compile import torch_api
 from graphrt.compile.guards import as_written
 from graphrt.errors import (
     BreakError,
@@ -66,6 +67,8 @@ def translated(error: Exception) -> GraphrtError:
         expression, _, about = told.partition(" (unhinted")
         _, is_told, sizes = about.partition("Size-like symbols: ")
         values = {*_UNBACKED.findall(expression)} - {*_UNBACKED.findall(sizes)}
+        if not torch_api.MARKS_BOUNDS:  # The size of a slice is told as any integer is.
+            values = {name for name in values if "f" in name}
         if is_told and values:
             return GraphBreakError(
                 f"branch on a value of a tensor{at}",

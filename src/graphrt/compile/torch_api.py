@@ -50,7 +50,8 @@ from graphrt.source import Source, caller_source
 _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 ALIGNMENT: int = inductor_utils.ALIGNMENT
-_MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
+"""Whether sizes are known to be at least 1; since torch 2.13."""
 _CODE = "torch._inductor.runtime.compile_tasks."
 """Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
@@ -64,7 +65,7 @@ def mark(tensor: torch.Tensor, dim: int, axis: str, most: int, *, is_backed: boo
     if is_backed:
         mark_dynamic(tensor, dim, min=2, max=most)
     else:
-        bounds = {"min": 1, "max": most} if _MARKS_BOUNDS else {}
+        bounds = {"min": 1, "max": most} if MARKS_BOUNDS else {}
         mark_unbacked(tensor, dim, shape_id=axis, **bounds)
 
 
