@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import BatchDescriptor, BufferSpec, Example, OutputSpec, Runtime, break_point
+from graphrt import BatchDescriptor, Example, OutputSpec, break_point
 from graphrt.errors import InvalidProgramError, VerificationError
-from graphrt.parallel import InProcessExchange
 from lab import FULL, Lab, Tally, random_rows, rows_runner
 
 
@@ -776,31 +775,6 @@ def test_field_that_differs_later_than_the_one_beside_it_is_compared_too(build) 
         assert torch.equal(runner.run({"x": x}, step_info=(3.0, 2.0)), x * 4)
         with pytest.raises(VerificationError, match=r"moved since the capture: meta.*scale"):
             runner.run({"x": x}, step_info=(4.0, 3.0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rank_refuses_a_step_with_a_value_that_no_example_had(kind) -> None:
-    resource, x = Scaled(kind), torch.ones(3, 4)
-    runtime = Runtime(
-        lambda x: x * resource.read(),
-        inputs=[BufferSpec("x", ("tokens", 4), torch.float32)],
-        outputs=OutputSpec({"": "tokens"}),
-        examples=lambda sizes, seed: Example(random_rows({"n": sizes["tokens"]}, seed)),
-        resources=[resource],
-        ranks=InProcessExchange(1).ranks[0],
-        sizes=[2, 4],
-        max_num_seqs=4,
-        mode="FULL",
-        device="simulated",
-    )
-    with runtime:
-        runtime.capture()
-        assert torch.equal(runtime.step({"x": x}), x * 2)
-        assert runtime.last_decision.mode is FULL
-        with pytest.raises(InvalidProgramError, match=r"set to others by prepare\(\): resource"):
-            runtime.step({"x": x}, step_info=5.0)
-        assert torch.equal(runtime.step({"x": x}, step_info=5.0), x * 5)
-        assert runtime.last_decision.mode.name == "NONE"
 
 
 def test_value_that_prepare_sets_is_trusted_where_nothing_is_verified() -> None:

@@ -603,20 +603,6 @@ class GraphLibrary:
                 "steps run eager now, until capture() is called again",
             )
 
-    def refuse_set_otherwise(self, program: Program) -> NoReturn:
-        """Make ``program`` invalid and raise ``InvalidProgramError``, because of host values that
-        resources have set to others than at its capture and no comparison has seen."""
-        names = program.find_set_otherwise()
-        self._invalidate(program.owner, [program], {program: names})
-        raise InvalidProgramError(
-            program.title,
-            expected="host values that resources set, as at the capture, because ranks compare "
-            "captures alone",
-            found=f"set to others by prepare(): {', '.join(names)}",
-            do="give examples a step_info that differs by seed, so that the capture sees others; "
-            "steps run eager now, until capture() is called again",
-        )
-
     def _invalidate(
         self, owner: str, programs: Iterable[Program], moved: Mapping[Program, Sequence[str]]
     ) -> list[Program]:
