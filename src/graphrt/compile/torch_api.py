@@ -51,7 +51,7 @@ _CHECK = "assert_size_stride"
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 ALIGNMENT: int = inductor_utils.ALIGNMENT
 MARKS_BOUNDS = "min" in inspect.signature(mark_unbacked).parameters
-"""Whether sizes are known to be at least 1; since torch 2.13."""
+"""Whether a dimension that varies is marked with its bounds; since torch 2.13."""
 _CODE = "torch._inductor.runtime.compile_tasks."
 """Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
@@ -124,7 +124,8 @@ def traced(
     # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
     no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
     # Dynamo makes all guards before it asks which of them stay, and then those once more; and tells
-    # of each the user's line, which nothing shows.
+    # of each the user's line, which nothing shows. torch 2.11 to 2.13; drop this where it asks
+    # first.
     no_others = _replaced(CheckFunctionManager, "build_guards", build_chosen)
     no_lines = _replaced(guards, "get_verbose_code_part", lambda code, _: code)
     # The line of a branch on a size, of whose path torch leaves out what its own begins with.

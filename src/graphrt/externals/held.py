@@ -141,9 +141,10 @@ class SetByResource(NamedTuple):
         """True if another value stands there now."""
         return not same_host_value(self.value, _read_by_way(self.way))
 
-    def is_one_with(self) -> tuple[int, ...]:
-        """The same for all in a container whose items have no names: how many and which they are
-        may differ from step to step, where each field of a record may decide something else."""
+    def accepted_with(self) -> tuple[int, ...]:
+        """Equal for values that are accepted together: all in a container whose items have no
+        names, because how many and which they are may differ from step to step. Each field of a
+        record is accepted alone, because each may decide something else."""
         named = takewhile(_is_of_a_name, self.way)
         return (id(self.way[0].owner), *map(id, named))
 
@@ -175,9 +176,9 @@ class SetByResources:
         return []
 
     def without(self, others: Iterable[SetByResource]) -> SetByResources:
-        """All but these, and what is in the same containers."""
-        known = {item.is_one_with() for item in others}
-        return SetByResources(item for item in self._items if item.is_one_with() not in known)
+        """All but these and what is accepted with them."""
+        known = {item.accepted_with() for item in others}
+        return SetByResources(item for item in self._items if item.accepted_with() not in known)
 
 
 class TensorRef(NamedTuple):

@@ -458,7 +458,7 @@ class Program:
         return [item.way[-1].path for item in self.set_by_resources.others()]
 
     def accept_set_otherwise(self) -> None:
-        """Let these and what is set with them differ from here on: a run with others was right."""
+        """Let these differ from here on, because a run with others was right."""
         if others := self.set_by_resources.others():
             self.set_by_resources = self.set_by_resources.without(others)
 

@@ -241,7 +241,8 @@ class Executor:
         is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self.has_step_info
         is_constant = program.reads_step_info and program.key in self._constant_info
-        is_suspect = program.suspected or (self.run_both_ways and program.set_by_resources)
+        has_set = self.run_both_ways is not None and bool(program.set_by_resources)
+        is_suspect = bool(program.suspected) or has_set
         if not (is_pointer or never_informed or is_constant or program.autocast or is_suspect):
             return None
         constant = self._constant_info.get(program.key)
