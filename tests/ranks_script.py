@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -163,6 +163,7 @@ def runtime(
     model: Meeting,
     mode: str = "PIECEWISE",
     device: SimulatedDevice | None = None,
+    resources: Sequence[Any] = (),
     **asked: Any,
 ) -> Runtime:
     return Runtime(
@@ -172,6 +173,7 @@ def runtime(
         examples=example,
         config=config(mode, **asked),
         device=device or SimulatedDevice(),
+        resources=resources,
         ranks=exchange,
     )
 
@@ -249,6 +251,43 @@ def steps() -> None:
         say(name="replaced", **step(made, 4, 3))
         made.capture()
         say(name="captured again", **step(made, 4, 3))
+    exchange.close()
+
+
+class Scale:
+    """A resource that sets a number for each batch: what the step says, or 1."""
+
+    number = 1.0
+
+    def prepare(self, key: BatchDescriptor, step_info: float | None) -> None:
+        self.number = 1.0 if step_info is None else step_info
+
+
+class Scaled(Meeting):
+    """Multiplies by that number before it meets the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        return super().forward(x=x * self.scale.number, ids=ids, lens=lens)
+
+
+def set_by_resource(mode: str, **asked: Any) -> None:
+    """One rank gets a number that its graph was not captured with, beside one that replays."""
+    exchange, model = TorchExchange(), Scaled()
+    with runtime(exchange, model, mode, resources=[model.scale], **asked) as made:
+        made.capture()
+        given = values(4, 4)
+        for number in (1.0, 5.0, 1.0, 5.0):
+            own = number if RANK == 1 else 1.0
+            out = made.step(given, num_tokens=4, num_reqs=4, step_info=own)
+            expected = given["x"] * 2 * own + given["ids"][:, None]
+            torch.testing.assert_close(out["rows"], expected)
+            assert made.last_decision is not None
+            ran, key, why = made.last_decision
+            say(mode=ran.name, reason=why.name, num_ubatches=key.num_ubatches)
     exchange.close()
 
 
@@ -439,11 +478,12 @@ class Summing(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(2 * torch.eye(WIDTH, device=device))
         self.is_failing, self.fails_at, self.group = is_failing, fails_at, group
+        self.scale = Scale()
 
     def forward(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
         if len(x) == self.fails_at and self.is_failing():
             raise ValueError("this rank cannot capture so many tokens")
-        rows = x @ self.weight
+        rows = x @ self.weight * self.scale.number
         total = rows[0].clone()
         dist.all_reduce(total, group=self.group)
         return {"rows": rows + total, "lens": lens * 2}
@@ -467,13 +507,15 @@ def on_gpus() -> None:
         exchange.close()
     say(wires=True)
     exchange = TorchExchange()  # gloo beside NCCL: the host does not wait for the device.
+    model = Summing(device.torch_device, bool)
     made = Runtime(
-        Summing(device.torch_device, bool),
+        model,
         inputs=INPUTS,
         outputs=OutputSpec(OUTPUTS),
         examples=example,
         config=config("FULL", verify_every=4),
         device=device,
+        resources=[model.scale],
         ranks=exchange,
     )
     made.capture()
@@ -489,6 +531,16 @@ def on_gpus() -> None:
         expected = 2 * each[RANK]["x"] + total
         torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
     say(hits=sum(graph.hits for graph in made.report().graphs) > 0)
+    # What one rank's resource sets to another number: that rank runs eager beside a replay. Not
+    # in each fourth run, which is compared, and raises.
+    given, ran = values(8, 4), set()
+    for _ in range(3):
+        out = made.step(given, num_tokens=8, num_reqs=4, step_info=5.0 if RANK == 1 else 1.0)
+        rows, numbers = 2 * given["x"], (1, 5)
+        expected = rows * numbers[RANK] + sum(numbers) * rows[0]
+        torch.testing.assert_close(out["rows"].cpu(), expected, rtol=1e-2, atol=1e-2)
+        ran.add(" ".join(each.name for each in made.last_decision[::2]))  # type: ignore[index]
+    say(set_by_resource=sorted(ran))
     made.close()
     # What torch itself says is true in the last warm-up as well.
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
@@ -960,6 +1012,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "dies": dies,
     "stopped": stopped,
     "micro-batch fails": micro_batch_fails,
+    "resource sets for pieces": lambda: set_by_resource("PIECEWISE"),
+    "resource sets for micro-batches": lambda: set_by_resource("FULL_DECODE_ONLY", ubatch=SPLIT),
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,

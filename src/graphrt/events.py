@@ -213,7 +213,8 @@ class PaddingVerified(NamedTuple):
 class Invalidated(NamedTuple):
     """Programs of ``owner`` became invalid because the named tensors they read have moved.
 
-    ``num_programs``: How many.
+    ``num_programs``: How many; 0 where a resource set, for a step of one of several ranks, a value
+      that no example had: that step ran eager.
     ``names``: Of what was replaced; empty if they were invalidated by hand.
     """
 

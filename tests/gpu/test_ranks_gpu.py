@@ -15,7 +15,9 @@ def test_two_gpus_agree_and_replay_their_collective() -> None:
         all_said(launch("tests/ranks_script.py", "on gpus", timeout_s=240))
     ):
         assert said[1:4] == [{"wires": True}, {"missing": []}, {"hits": True}]
-        dropped, missed, served = said[4:]
+        own = "NONE INVALIDATED" if rank else "FULL HIT"
+        assert said[4] == {"set_by_resource": [own]}
+        dropped, missed, served = said[5:]
         assert set(dropped["missing"]) == {"4 CAPTURE_FAILED"}
         assert ("a failure on rank 1: ValueError" in dropped["failures"][0]) is (rank == 0)
         assert (missed, served) == ({"mode": "NONE"}, {"mode": "FULL"})

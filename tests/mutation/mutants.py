@@ -1363,8 +1363,29 @@ MUTANTS = [
     Mutant(
         "value that a resource sets is trusted",
         RUNNER + "executor.py",
-        "return self.run_both_ways if program.set_by_resources.others() else None",
+        "return self.run_otherwise if program.set_by_resources.others() else None",
         "return None",
+        RESOURCES,
+    ),
+    Mutant(
+        "rank trusts a value that its resource sets and no example had",
+        RUNNER + "runner.py",
+        "both if lockstep is None else self._run_unreplayed",
+        "both if lockstep is None else None",
+        "simulated/test_runtime_ranks.py",
+    ),
+    Mutant(
+        "rank that runs in place of its graph writes what the next step stages",
+        RUNNER + "executor.py",
+        "views = {name: view.clone() for name, view in ready.bound.views.items()}",
+        "views = dict(ready.bound.views)",
+        "simulated/test_runtime_ranks.py",
+    ),
+    Mutant(
+        "method that only a break point calls counts as read by graphs",
+        "graphrt/externals/reachable.py",
+        "if issubclass(kind, _RUNS_FORWARD):",
+        "if kind:",
         RESOURCES,
     ),
     Mutant(

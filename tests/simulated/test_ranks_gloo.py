@@ -21,6 +21,8 @@ SCENARIOS = (
     "comparison fails and is raised",
     "interrupted",
     "micro-batch fails",
+    "resource sets for pieces",
+    "resource sets for micro-batches",
     "mismatch",
     "sampled comparison raises",
     "engines",
@@ -105,6 +107,20 @@ def test_failed_micro_batch_of_one_rank_drops_the_key_on_all() -> None:
         assert ("a failure on rank 1: ValueError" in told["failures"][0]) is (rank == 0)
         assert (whole["mode"], of_4) == ("FULL", {"ubatches": 1})
         assert (split["mode"], of_2) == ("FULL", {"ubatches": 2})
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "ubatches"), [("pieces", "PIECEWISE", 1), ("micro-batches", "FULL", 2)]
+)
+def test_rank_whose_resource_sets_another_value_meets_the_others_eagerly(
+    form: str, mode: str, ubatches: int
+) -> None:
+    replaying, setting = (
+        [tuple(line.values()) for line in said] for said in said_in(f"resource sets for {form}")
+    )
+    served, missed = (mode, "HIT", ubatches), ("NONE", "INVALIDATED", ubatches)
+    assert replaying == [served] * 4
+    assert setting == [served, missed] * 2
 
 
 def test_failure_that_is_raised_ends_the_capture_of_all() -> None:

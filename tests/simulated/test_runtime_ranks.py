@@ -9,14 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from graphrt import Reason, RuntimeConfig
-from graphrt.errors import ConfigError, LibraryClosedError, RankLostError
+from graphrt.errors import ConfigError, LibraryClosedError, MissError, RankLostError
+from graphrt.events import Invalidated, RanEager
 from graphrt.parallel import NUM_WORDS, InProcessExchange, Lockstep, launch_ranks
 from graphrt.parallel.exchange import _Storage
 from graphrt.runner.comparisons import Comparisons
 from graphrt.runtime import ranks
-from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal
+from lab import FULL, NONE, PIECEWISE, BusyDevice, RuntimeLab, assert_equal, values
 
 
 def alone() -> RuntimeLab:
@@ -272,3 +274,81 @@ def test_rank_that_cannot_be_started_ends_the_others(monkeypatch) -> None:
     with pytest.raises(OSError, match="another process"):
         launch_ranks(2, ["-c", "import time; time.sleep(60)"])
     assert started[0].wait(timeout=30) < 0
+
+
+class Scaled:
+    """A callable and its resource: rows times a number that is set for each batch."""
+
+    def __init__(self, bound: float = 9.0) -> None:
+        self.number, self.bound = 1.0, bound
+
+    def prepare(self, key: Any, step_info: float | None) -> None:
+        self.number = 1.0 if step_info is None else step_info
+
+    def __call__(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        rows = x * min(self.number, self.bound) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
+
+
+class Echo(Scaled):
+    """Returns its input where it leaves it as it is."""
+
+    def __call__(self, *, x: Any, ids: Any, lens: Any) -> dict[str, Any]:
+        return {"rows": x if self.number else x * 2, "lens": lens * 2}
+
+
+def with_resource(
+    mode: str, bound: float = 9.0, kind: type[Scaled] = Scaled, **asked: Any
+) -> RuntimeLab:
+    model, (rank,) = kind(bound), InProcessExchange(1).ranks
+    return RuntimeLab(mode, model=model, resources=[model], ranks=rank, asked=asked)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_value_that_prepare_sets_and_no_example_had_runs_eager_between_ranks(mode: str) -> None:
+    with with_resource(mode) as lab:
+        lab.runtime.capture()
+        lab.events.clear()
+        given = values(3, 3)
+        for number in (1.0, 5.0, 5.0, 1.0):
+            out = lab.step(3, 3, step_info=number)
+            assert torch.equal(out["rows"], given["x"] * number + given["ids"][:, None])
+            reason = "PADDED" if number == 1.0 else "INVALIDATED"
+            assert lab.runtime.last_decision.reason.name == reason
+        told = [each for each in lab.events if isinstance(each, Invalidated)]
+        assert [(each.num_programs, each.names) for each in told] == [(0, ("number",))]
+        missed = [each.reason.name for each in lab.events if isinstance(each, RanEager)]
+        assert missed == ["INVALIDATED"] * 2
+        assert sum(graph.hits for graph in lab.runtime.report().graphs) == 2
+        lab.step(3, 3, step_info=5.0)
+        told_of_it = lab.runtime.explain(lab.runtime.last_decision)
+        assert "Set by resources to what no example had: number." in told_of_it
+
+
+def test_outputs_of_a_step_that_ran_in_place_of_a_graph_stay_with_the_caller() -> None:
+    with with_resource("FULL", kind=Echo) as lab:
+        lab.runtime.capture()
+        first = lab.step(3, 3, step_info=5.0)["rows"]
+        kept = first.clone()
+        lab.step(4, 4, seed=1)
+        assert torch.equal(first, kept)
+
+
+def test_value_that_prepare_sets_is_an_error_between_ranks_where_misses_are() -> None:
+    with with_resource("FULL", on_miss="strict") as lab:
+        lab.runtime.capture()
+        with pytest.raises(MissError, match="number") as raised:
+            lab.step(3, 3, step_info=5.0)
+        assert raised.value.reason is Reason.INVALIDATED
+        lab.step(3, 3)
+        assert lab.runtime.last_decision.mode is FULL
+
+
+def test_value_that_prepare_sets_is_trusted_once_ranks_have_compared_it() -> None:
+    with with_resource("FULL", bound=1.0, verify_every=2) as lab:
+        lab.runtime.capture()
+        reasons = []
+        for _ in range(3):
+            lab.step(3, 3, step_info=5.0)
+            reasons.append(lab.runtime.last_decision.reason.name)
+        assert reasons == ["INVALIDATED", "PADDED", "PADDED"]

@@ -832,3 +832,59 @@ def test_buffer_for_each_key_is_no_replacement_for_users_of_parts(lab: Lab) -> N
     lab.library.check_externals()
     resource.prepare(BatchDescriptor(2), [5.0, 6.0])
     assert torch.equal(lab.step(wrapper, x, key=BatchDescriptor(2))[:, 0], torch.tensor([5.0, 6.0]))
+
+
+class Backend:
+    """As attention back ends are: what ``prepare`` sets, ``forward`` reads in a break point."""
+
+    def __init__(self):
+        self.number = 1.0
+
+    def prepare(self, key, step_info):
+        self.number = 1.0 if step_info is None else step_info
+
+    def begin(self, x):
+        return x
+
+    def forward(self, x):
+        return x * self.number
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_value_that_only_an_eager_segment_reads_is_not_compared(mode) -> None:
+    backend, calls = Backend(), Tally()
+
+    @break_point
+    def attend(x):
+        calls.append(len(x))
+        return backend.forward(x)
+
+    options = {"resources": [backend], "examples": no_info, "modes": (mode,)}
+    with rows_runner(lambda x: attend(backend.begin(x)) + 1, (4,), **options) as runner:
+        runner.capture()
+        x = torch.ones(4, 4)
+        if mode == "FULL":
+            with pytest.raises(VerificationError) as raised:
+                runner.run({"x": x}, step_info=5.0)
+            assert "moved since the capture: backend.number" in raised.value.do
+            return
+        calls.clear()
+        assert torch.equal(runner.run({"x": x}, step_info=5.0), x * 5 + 1)
+        assert list(calls) == [4]  # Compared, it would run twice.
+        assert runner.last_decision.reason.name == "HIT"
+
+
+def test_number_that_the_forward_of_an_autograd_function_reads_is_watched() -> None:
+    scale = SimpleNamespace(number=2.0)
+
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * scale.number
+
+    with rows_runner(lambda x: Scaling.apply(x), (4,), watch="always") as runner:
+        runner.capture()
+        scale.number = 3.0
+        x = torch.ones(4, 4)
+        assert torch.equal(runner.run({"x": x}), x * 3)
+        assert runner.last_decision.reason.name == "INVALIDATED"

@@ -158,6 +158,8 @@ _GONE_THROUGH = {
 # What torch itself keeps on a module: registers, hooks, flags. ``training`` is a host value.
 _MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_RUNS_FORWARD = (torch.nn.Module, torch.autograd.Function)
+"""Classes of torch that call this method of theirs, which no code need name."""
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _OFF_THE_PATH = (
     "init new post_init repr str format dir sizeof eq ne hash del set_name init_subclass copy "
@@ -226,7 +228,7 @@ class _Class:
         self.guessed: set[str] = set()
         """How the computed names begin that its methods ask their object for. Empty where one of
         them answers for every name: that may ask for any."""
-        self.own = {"forward"}
+        self.own = {"forward"} if self.is_module else set[str]()
         """Attributes that methods of the class read of their object; and the one that hides the
         method of a module that every call runs."""
         self.members: dict[str, list[Any]] = {}
@@ -270,7 +272,8 @@ class _Class:
         """What runs where code stores entries into an object of the class; emptied when read."""
         self.methods: set[int] = set()
         """Ids of functions that were read as its methods."""
-        self._note_method("forward")
+        if self.is_module:
+            self._note_method("forward")
 
     def _note_method(self, name: str) -> None:
         if name in self.members and name not in self.data:
@@ -1198,7 +1201,8 @@ class Walk:
                     self._enter_members(known, values)
                 else:
                     self._members.setdefault(name, []).append((known, values))
-            self._enter_members(known, known.members.get("forward", ()))
+            if issubclass(kind, _RUNS_FORWARD):
+                self._enter_members(known, known.members.get("forward", ()))
         return known
 
     def _name(self, names: Set[str]) -> None:

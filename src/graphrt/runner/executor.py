@@ -45,6 +45,7 @@ from graphrt.runner.keys import (
     check_written_rows,
     make_key,
 )
+from graphrt.ubatch import slices_of_key
 from graphrt.values import (
     kept_host_value,
     map_leaves,
@@ -74,8 +75,8 @@ class Call(NamedTuple):
     """Where an eager run is cut into micro-batches."""
 
 
-RunBothWays: TypeAlias = Callable[["ReadyGraph", Call], Any]
-"""Replays a call and runs it eagerly; raises if they differ."""
+RunOtherwise: TypeAlias = Callable[["ReadyGraph", Call], Any]
+"""Runs a call for which resources have set host values that no comparison has seen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ class ReadyGraph:
     program: Program
     unpad: Callable[[Sizes], Any]
     has_eager: bool
-    check: Callable[[Any], RunBothWays | None] | None
+    check: Callable[[Any], RunOtherwise | None] | None
     """Called with ``step_info`` before each replay, where there is something to compare: every
     address (``StaleCheck.POINTER``), the autocast dtype, what the capture read of ``step_info``,
     what resources were seen to replace, or set. Returns what to call where only that can tell."""
@@ -123,9 +124,8 @@ class Executor:
     written_rows: Mapping[torch.Tensor, str]
     is_padded: Callable[[Sizes, Sizes], bool] = lambda real, found: False
     """Whether a batch of ``real`` sizes, padded to a key, is as large as ``found``."""
-    run_both_ways: RunBothWays | None = None
-    """For calls for which resources have set host values that no comparison has seen; None: such
-    a call is replayed."""
+    run_otherwise: RunOtherwise | None = None
+    """None: such a call is replayed."""
     num_tokens_across_ranks: tuple[int, ...] | None = None
     """What the forward context of an eager run says: each rank's own size."""
 
@@ -236,18 +236,18 @@ class Executor:
 
     def _check_of(
         self, program: Program, bound: BoundBuffers
-    ) -> Callable[[Any], RunBothWays | None] | None:
+    ) -> Callable[[Any], RunOtherwise | None] | None:
         """What is compared before each replay beside what costs nothing; None if that is all."""
         is_pointer = self.library.stale_check is StaleCheck.POINTER
         never_informed = program.reads_step_info and not self.has_step_info
         is_constant = program.reads_step_info and program.key in self._constant_info
-        has_set = self.run_both_ways is not None and bool(program.set_by_resources)
+        has_set = self.run_otherwise is not None and bool(program.set_by_resources)
         is_suspect = bool(program.suspected) or has_set
         if not (is_pointer or never_informed or is_constant or program.autocast or is_suspect):
             return None
         constant = self._constant_info.get(program.key)
 
-        def check(step_info: Any) -> RunBothWays | None:
+        def check(step_info: Any) -> RunOtherwise | None:
             may_be_other = program.autocast is not None or is_any_autocast_enabled()
             if may_be_other and autocast_dtype(self._device_type) is not program.autocast:
                 raise autocast_error(program.key, program.autocast)
@@ -273,7 +273,7 @@ class Executor:
                 self.library.require_in_place(program)
             if is_pointer:
                 program.check((), bound.views)
-            return self.run_both_ways if program.set_by_resources.others() else None
+            return self.run_otherwise if program.set_by_resources.others() else None
 
         return check
 
@@ -289,9 +289,9 @@ class Executor:
             resource.prepare(ready.key, step_info)
         check = ready.check
         if check is not None:
-            run_both_ways = check(step_info)
-            if run_both_ways is not None:
-                return run_both_ways(ready, Call(values, sizes, staged, step_info))
+            run_otherwise = check(step_info)
+            if run_otherwise is not None:
+                return run_otherwise(ready, Call(values, sizes, staged, step_info))
         elif is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
             raise autocast_error(ready.key, None)
         if expire is not None:  # Now, because values may be outputs of the run before.
@@ -321,6 +321,24 @@ class Executor:
             self._expire()
         self.prepare(key, step_info)
         return self.run_eagerly(key, views, call._replace(staged=staged))
+
+    def eager_as_padded(self, ready: ReadyGraph, call: Call) -> Any:
+        """Run ``fn`` itself on what is staged and prepared for a replay, at the sizes of its graph.
+
+        So it meets other ranks, which replay, in collectives of the same sizes in the same order.
+        """
+        key = ready.key
+        if self._expire is not None:
+            self._expire()
+        with torch.inference_mode(False):  # Born in it, they could not be written outside it.
+            views = {name: view.clone() for name, view in ready.bound.views.items()}
+        slices = slices_of_key(key) if key.num_ubatches > 1 else None
+        eager, layers = RuntimeMode.NONE, self._layers
+        with (
+            torch.no_grad(),
+            ForwardContext(eager, key, call.step_info, None, layers, None, slices),
+        ):
+            return self.outputs.bind(self.fn(**views)).unpad(call.sizes)
 
     def own_views(self, key: BatchDescriptor, sizes: Sizes, values: Values) -> Values:
         """``values`` as ``fn`` takes them, at exactly these sizes, in memory that is not reused."""

@@ -43,6 +43,7 @@ from graphrt.errors import (
 from graphrt.events import (
     CaptureFailed,
     Event,
+    Invalidated,
     KeysChanged,
     Observer,
     RanEager,
@@ -266,8 +267,9 @@ class CUDAGraphRunner:
             reads_padding=reads_padding,
             is_strict=on_miss == "strict",
         )
-        if verify == "first" and lockstep is None:  # Ranks compare together, or not at all.
-            self._executor.run_both_ways = partial(self._compare, is_prepared=True)
+        if verify == "first":  # Ranks compare together, so that one alone cannot.
+            both = partial(self._compare, is_prepared=True)
+            self._executor.run_otherwise = both if lockstep is None else self._run_unreplayed
         self._captures = Captures(self._keys, self._comparisons)
         self._watch = Watch(watch)
         self._watch.start()
@@ -283,6 +285,8 @@ class CUDAGraphRunner:
         self.split_failure: Mapping[Key, str] = {}
         """The call that was not cut rightly into micro-batches, and why: from then on none is."""
         self._misses: dict[Reason, Misses] = {}
+        self._set_otherwise: dict[str, None] = {}
+        """Names of what resources have set to what no example had, and one rank cannot compare."""
         self._ready: dict[RuntimeMode, dict[int, ReadyGraph]] = {mode: {} for mode in RuntimeMode}
         """By mode, and by the id of the key object, which the graph holds."""
         self._prospects: Dispatcher | None = None
@@ -698,6 +702,21 @@ class CUDAGraphRunner:
             self._watch.is_marked = self._watch.mode != "off"
             raise
 
+    def _run_unreplayed(self, ready: ReadyGraph, call: Call) -> Any:
+        """Run a call eagerly in place of its graph, because resources have set for it what no
+        example had: the graph may hold what they had set then."""
+        ready.entry.hits -= 1
+        reason, sizes = Reason.INVALIDATED, call.sizes
+        self.last_decision = Decision(_EAGER, ready.key, reason)
+        self._misses.setdefault(reason, Misses()).add(sizes)
+        names = ready.program.find_set_otherwise()
+        if not self._set_otherwise.keys() >= set(names):
+            self._set_otherwise.update(dict.fromkeys(names))
+            self._observer(Invalidated(self.name, 0, tuple(names)))
+        if self._comparisons.is_strict:
+            raise miss_error(reason, sizes, f"no example had {', '.join(names)}")
+        return self._executor.eager_as_padded(ready, call)
+
     def _cut(self, decision: Decision, call: Call) -> Any:
         """Run a call in micro-batches. Where a comparison finds that they differ from the whole
         batch, the result is that of the whole batch, and ``split_failure`` says why."""
@@ -881,6 +900,12 @@ class CUDAGraphRunner:
             for moved, number in Counter(map(replaced, concerned)).items():
                 keys = "1 key" if number == 1 else f"{number} keys"
                 yield f"Replaced since the capture: {moved} (read by {keys})."
+            if self._set_otherwise:
+                names = ", ".join(self._set_otherwise)
+                yield (
+                    f"Set by resources to what no example had: {names}. Give examples a step_info "
+                    "that sets it, or ranks a verify_every, by which they compare together."
+                )
 
     # -- end
 
@@ -896,7 +921,7 @@ class CUDAGraphRunner:
         was_closed, self._is_closed = self._is_closed, True
         self._watch.stop()
         self._executor.outputs.expire()
-        self._executor.run_both_ways = None  # It refers to this runner.
+        self._executor.run_otherwise = None  # It refers to this runner.
         self._ready = {mode: {} for mode in RuntimeMode}
         self._captures.host = None
         self.dispatcher = NoDispatcher(closed_error)

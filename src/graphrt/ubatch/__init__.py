@@ -27,6 +27,7 @@ from graphrt.ubatch.slices import (
     UBatchSlice as UBatchSlice,
     make_slices as make_slices,
     slice_metadata as slice_metadata,
+    slices_of_key as slices_of_key,
     wants_split as wants_split,
 )
 

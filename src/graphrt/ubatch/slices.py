@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from graphrt.batch import UBatchReason, ubatch_stride
+from graphrt.batch import BatchDescriptor, UBatchReason, ubatch_stride
 from graphrt.config import UBatchConfig
 from graphrt.config.checked import MOST_TOKENS
-from graphrt.errors import BatchError, shown
+from graphrt.errors import BatchError, ContextError, shown
 
 
 class UBatchSlice(NamedTuple):
@@ -105,6 +105,21 @@ def make_slices(
         after = num_padded_reqs if end == num_padded_tokens else min(after, num_reqs)
         slices.append(UBatchSlice(slice(first, after), slice(begin, end)))
     return tuple(slices)
+
+
+def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:
+    """The slices that a uniform key stands for. Errors: ``ContextError`` for another key."""
+    if not key.uniform or not key.num_reqs:
+        raise ContextError(
+            f"a step of {key}",
+            expected="the slices in the forward context, because the key does not say where the "
+            "requests are",
+            found="ubatch_slices=None",
+            do="pass ubatch_slices=make_slices(...)",
+        )
+    query_len = key.num_tokens // key.num_reqs
+    lens = [query_len] * key.num_reqs
+    return make_slices(lens, key.num_tokens, key.num_reqs, key.num_ubatches, query_len)
 
 
 def slice_metadata(

@@ -20,7 +20,7 @@ from graphrt.errors import ConfigError, ContextError, InputNotSliceableError, Ou
 from graphrt.graphs import OutputSpec
 from graphrt.ubatch.baton import Worker, WorkerCrew
 from graphrt.ubatch.communication import MicroBatch
-from graphrt.ubatch.slices import UBatchSlice, make_slices
+from graphrt.ubatch.slices import UBatchSlice, slices_of_key
 from graphrt.values import dotted, map_leaves, parameters_of, tensors_of, walk
 
 
@@ -352,21 +352,6 @@ def _sm_budget(control: SMControl | None, num_comm_sms: int, num_sms: int) -> It
             control.set_comm(comm_before)
         finally:
             control.set_compute(compute_before)
-
-
-def slices_of_key(key: BatchDescriptor) -> tuple[UBatchSlice, ...]:
-    """The slices that a uniform key stands for. Errors: ``ContextError`` for another key."""
-    if not key.uniform or not key.num_reqs:
-        raise ContextError(
-            f"a step of {key}",
-            expected="the slices in the forward context, because the key does not say where the "
-            "requests are",
-            found="ubatch_slices=None",
-            do="pass ubatch_slices=make_slices(...)",
-        )
-    query_len = key.num_tokens // key.num_reqs
-    lens = [query_len] * key.num_reqs
-    return make_slices(lens, key.num_tokens, key.num_reqs, key.num_ubatches, query_len)
 
 
 def _require_match(slices: Sequence[UBatchSlice], key: BatchDescriptor | None) -> None:
