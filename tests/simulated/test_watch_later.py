@@ -516,6 +516,13 @@ class Hook:
     def after(self, out):
         return out * self.scale
 
+class Called:
+    scale = 2.0
+    def __call__(self, x):
+        return self.forward(x)
+    def forward(self, x):
+        return x * self.scale
+
 def hooked(module, *args, **kwargs):
     return module.hook.after(module.before(*args, **kwargs))
 
@@ -554,6 +561,19 @@ SCHEDULE_CHANGES = {
 def test_object_of_an_installed_package_is_watched(package, change) -> None:
     found = package.Schedule()
     require_noticed(lambda x: found.step(x), lambda: SCHEDULE_CHANGES[change](found))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_method_that_a_call_of_an_installed_class_runs_is_read(package, is_own) -> None:
+    class Own(package.Called):
+        bias = 1.0
+
+        def forward(self, x):
+            return x * self.scale + self.bias
+
+    found = Own() if is_own else package.Called()
+    name = "bias" if is_own else "scale"
+    require_noticed(lambda x: found(x), lambda: setattr(found, name, 5.0))
 
 
 def test_count_of_an_installed_package_stays_a_hit(package) -> None:
