@@ -1368,6 +1368,20 @@ MUTANTS = [
         RESOURCES,
     ),
     Mutant(
+        "hash of torch's source is taken for that of other files",
+        "graphrt/compile/torch_api.py",
+        'key = key_of({"torch": torch.__version__, "files": files})',
+        'key = key_of({"torch": torch.__version__})',
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
+        "spoiled hash of torch's source is trusted",
+        "graphrt/compile/torch_api.py",
+        "if isinstance(found, bytes) and len(found) == sha256().digest_size:",
+        "if isinstance(found, bytes):",
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
         "rank trusts a value that its resource sets and no example had",
         RUNNER + "runner.py",
         "both if lockstep is None else self._run_unreplayed",

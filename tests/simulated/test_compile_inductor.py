@@ -6,6 +6,7 @@ They need a C++ compiler, and take seconds each.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ import torch
 from torch._inductor import codecache, config as inductor_config, cpp_builder, cpu_vec_isa
 
 from graphrt.compile import Compiled, torch_api
-from graphrt.errors import BackendError, UnrecordedCodeError
+from graphrt.compile.cache import CompileCache
+from graphrt.errors import BackendError, ConfigWarning, UnrecordedCodeError
 from graphrt.events import CacheMiss, Compiled as CompiledEvent
 from lab import FULL, PIECEWISE, WIDTH, RuntimeLab, values
 
@@ -306,7 +308,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(expected)] * 2
-    assert len(list(tmp_path.glob("v4/objects/*/*"))) == 3
+    assert len(list(tmp_path.glob("v4/objects/*/*"))) == 4  # And the hash of torch's source.
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):
@@ -324,3 +326,58 @@ def test_compiled_code_called_directly_in_a_recording_is_refused(folder):
             pytest.raises(UnrecordedCodeError, match="called directly"),
         ):
             other.runtime.capture()
+
+
+@pytest.fixture
+def torch_in(tmp_path, monkeypatch):
+    """Torch's source is in a folder, and reading all of it is counted."""
+    source, hashed = tmp_path / "torch", []
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "a.py").write_text("1")
+    monkeypatch.setattr(torch, "__path__", [str(source)])
+
+    def build(roots, prefix, hasher):
+        hashed.append(roots)
+        hasher.update((source / "sub" / "a.py").read_bytes())
+
+    monkeypatch.setattr(codecache, "build_code_hash", build)
+    codecache.torch_key.clear()
+    yield source, hashed
+    codecache.torch_key.clear()
+
+
+def versions_of_another_process(root):
+    codecache.torch_key.clear()
+    return torch_api.versions(CompileCache(root))
+
+
+def test_source_of_torch_is_read_once_for_all_processes(torch_in, tmp_path):
+    source, hashed = torch_in
+    found = [versions_of_another_process(tmp_path) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert bytes.fromhex(found[0]["torch source"]) == codecache.torch_key()
+    assert len(hashed) == 1
+    changed = source / "sub" / "a.py"
+    changed.write_text("2")
+    os.utime(changed, ns=(1, 1))
+    assert versions_of_another_process(tmp_path) != found[0]
+    (source / "b.py").write_text("")
+    versions_of_another_process(tmp_path)
+    assert len(hashed) == 3
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-3], lambda data: b""])
+def test_kept_hash_of_torch_that_is_spoiled_is_made_anew(torch_in, tmp_path, spoil):
+    found = versions_of_another_process(tmp_path)
+    [path] = tmp_path.glob("v*/objects/*/*")
+    path.write_bytes(spoil(path.read_bytes()))
+    for _ in range(2):
+        assert versions_of_another_process(tmp_path) == found
+    assert len(torch_in[1]) == 2
+
+
+def test_folder_that_keeps_no_hash_of_torch_is_told(torch_in, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(ConfigWarning, match="nothing is written"):
+        found = versions_of_another_process(tmp_path / "file")
+    assert found["torch source"]

@@ -146,6 +146,7 @@ class Inductor:
         self._plan = plan
         self._index = f"{plan.compute_hash()}/rank_{rank}"
         self._cache: CompileCache | None = None
+        self._versions: Mapping[str, str] = {}
         self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
@@ -197,8 +198,12 @@ class Inductor:
 
     def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
         devices = {one.device for one in tensors_of(job.inputs)}
+        if self._cache is None:
+            self._cache = CompileCache(root)
+            self._versions = torch_api.versions(self._cache)
+            self._cache.torch = key_of(self._versions)
         factors = {
-            "torch": torch_api.versions(),
+            "torch": self._versions,
             "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
             "structure": job.structure,
             "sizes": (*job.sizes, job.bounds),
@@ -211,9 +216,7 @@ class Inductor:
                 "inference mode": torch.is_inference_mode_enabled(),
             },
         }
-        if self._cache is None:
-            torch_, device = key_of(torch_api.versions()), str(factors["device"])
-            self._cache = CompileCache(root, torch_, device)
+        self._cache.device = self._cache.device or str(factors["device"])
         key = key_of(factors)
         self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
         return self._cache, key

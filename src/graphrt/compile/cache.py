@@ -50,14 +50,15 @@ class CacheEntry(NamedTuple):
 class CompileCache:
     """The entries below ``root``. Several processes may use one folder.
 
-    ``torch`` and ``device``: of this process, in words; entries made by others are not used.
+    ``torch`` and ``device``: of this process, in words; entries made by others are not used. They
+    may be set later, before code is read: what tells them may itself be an entry.
     """
 
     def __init__(self, root: Path, torch: str = "", device: str = "") -> None:
         self.root = root
         self._folder = root / f"v{SCHEMA}"
-        self._torch = torch
-        self._device = device
+        self.torch = torch
+        self.device = device
         self._is_read_only = False
 
     @property
@@ -80,8 +81,8 @@ class CompileCache:
             return CacheMiss.CORRUPT
         for name, expected, reason in (
             ("schema", SCHEMA, CacheMiss.FOREIGN_SCHEMA),
-            ("torch", self._torch, CacheMiss.FOREIGN_TORCH),
-            ("device", self._device, CacheMiss.FOREIGN_DEVICE),
+            ("torch", self.torch, CacheMiss.FOREIGN_TORCH),
+            ("device", self.device, CacheMiss.FOREIGN_DEVICE),
         ):
             if header.get(name) != expected:
                 return reason
@@ -93,8 +94,8 @@ class CompileCache:
             return False
         header = {
             "schema": SCHEMA,
-            "torch": self._torch,
-            "device": self._device,
+            "torch": self.torch,
+            "device": self.device,
             "key": key,
             "length": len(payload),
             "sha256": sha256(payload).hexdigest(),

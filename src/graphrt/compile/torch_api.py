@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 import sys
@@ -11,7 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
+from hashlib import sha256
 from importlib import import_module
+from importlib.machinery import all_suffixes
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import FrameSummary, walk_tb
@@ -44,6 +47,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from graphrt.compile.cache import CompileCache, key_of
 from graphrt.errors import UnrecordedCodeError
 from graphrt.source import Source, caller_source
 
@@ -499,16 +503,43 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-@cache
-def versions() -> Mapping[str, str]:
+def versions(kept: CompileCache) -> Mapping[str, str]:
     """What of graphrt, torch and Python compiled code depends on."""
     return {
         "graphrt": _version("graphrt"),
         "torch": torch.__version__,
-        "torch source": torch_key().hex(),
+        "torch source": _source_of_torch(kept).hex(),
         "python": sys.version,
         "triton": _version("triton"),
     }
+
+
+_SOURCE = (*all_suffixes(), ".cpp", ".ld")
+"""How the files end that ``torch_key`` reads."""
+
+
+def _source_of_torch(kept: CompileCache) -> bytes:
+    """A hash of torch's source, which Inductor asks for too. It is kept under size and time of each
+    file, because to read them all takes ten times as long as to ask for these."""
+    files = sorted(_files_in(torch.__path__[0]))
+    key = key_of({"torch": torch.__version__, "files": files})
+    found = kept.read(key)
+    if isinstance(found, bytes) and len(found) == sha256().digest_size:
+        with suppress(RuntimeError, AssertionError):  # It is known already; before 2.13 the latter.
+            torch_key.set(found)  # type: ignore[attr-defined]
+        return torch_key()
+    found = torch_key()
+    kept.write(key, found, {"piece": "hash of torch's source"})
+    return found
+
+
+def _files_in(folder: str) -> Iterator[tuple[str, int, int]]:
+    for item in os.scandir(folder):
+        if item.is_dir():
+            yield from _files_in(item.path)
+        elif item.name.endswith(_SOURCE):
+            state = item.stat()
+            yield item.path, state.st_size, state.st_mtime_ns
 
 
 def _version(package: str) -> str:
