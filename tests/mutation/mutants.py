@@ -1396,10 +1396,17 @@ MUTANTS = [
         "simulated/test_runtime_ranks.py",
     ),
     Mutant(
+        "method that only an operator calls is not read",
+        "graphrt/externals/reachable.py",
+        "self._forwards.append((known, forward))",
+        "pass",
+        RESOURCES,
+    ),
+    Mutant(
         "method that only a break point calls counts as read by graphs",
         "graphrt/externals/reachable.py",
         "if issubclass(kind, _RUNS_FORWARD):",
-        "if kind:",
+        "if known:",
         RESOURCES,
     ),
     Mutant(

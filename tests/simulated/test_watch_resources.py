@@ -888,3 +888,18 @@ def test_number_that_the_forward_of_an_autograd_function_reads_is_watched() -> N
         x = torch.ones(4, 4)
         assert torch.equal(runner.run({"x": x}), x * 3)
         assert runner.last_decision.reason.name == "INVALIDATED"
+
+
+def test_number_that_a_forward_reads_inside_an_operator_is_watched() -> None:
+    backend = Backend()
+    library = torch.library.Library("graphrt_watch_resources", "FRAGMENT")
+    library.define("forward(Tensor x) -> Tensor")
+    library.impl("forward", backend.forward, "CPU")
+    library.impl("forward", torch.empty_like, "Meta")
+    forward = torch.ops.graphrt_watch_resources.forward
+    with rows_runner(lambda x: forward(backend.begin(x)), (4,), watch="always") as runner:
+        runner.capture()
+        backend.number = 3.0
+        x = torch.ones(4, 4)
+        assert torch.equal(runner.run({"x": x}), x * 3)
+        assert runner.last_decision.reason.name == "INVALIDATED"

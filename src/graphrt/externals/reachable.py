@@ -343,6 +343,8 @@ class Walk:
         self._stack: list[tuple[str, Any]] = []
         self._broken: list[Any] = []
         """What break points run."""
+        self._forwards: list[tuple[_Class, list[Any]]] = []
+        """Of plain classes, perhaps called where no code is read: in an operator."""
         self._fleeting: list[tuple[str, Any]] = []
         self._large: list[tuple[str, dict[Any, Any]]] = []
         self._loggers: list[tuple[str, Any]] = []
@@ -382,11 +384,12 @@ class Walk:
         code_before = self._code_so_far()
         self._enter_all([(path, target)])
         is_known = not is_first and self._code_so_far() == code_before
-        if is_known and not (self._broken or self._fleeting):
+        is_all = not (self._broken or self._forwards)
+        if is_known and is_all and not self._fleeting:
             # A value that known code has set: what that code names elsewhere was listed before.
             places = (*self._places, *self._unnamed_attributes())
             return Reach(places, self._objects, None, None, assigned=self._assigned)
-        outside = self._found() if self._broken else None
+        outside = None if is_all else self._found()
         self._enter_broken()
         lasting = None
         if self._fleeting:
@@ -402,9 +405,14 @@ class Walk:
         return self._found(outside, lasting)
 
     def _enter_broken(self) -> None:
-        while self._broken:
+        while self._broken or self._forwards:
             broken, self._broken = self._broken, []
-            self._enter_all([("", value) for value in reversed(broken)])
+            forwards, self._forwards = self._forwards, []
+            self._stack = [("", value) for value in reversed(broken)]
+            for known, members in forwards:
+                self._enter_members(known, members)
+            self._read_methods()
+            self._enter_all(self._stack)
 
     def _places_of_thread(self) -> Iterator[Place]:
         """Host values and tensors that stand in context and thread-local variables themselves."""
@@ -477,7 +485,12 @@ class Walk:
 
     def _enter_all(self, targets: list[tuple[str, Any]]) -> None:
         stack = self._stack = targets
-        while stack and len(self._seen) < MAX_OBJECTS:
+        while len(self._seen) < MAX_OBJECTS:
+            if not stack:
+                self._enter_late()
+                self._name_guessed()
+                if not stack:
+                    break
             path, value = stack.pop()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -486,9 +499,6 @@ class Walk:
                 self._read_methods()
                 # What was found first is entered first.
                 stack[first:] = reversed(stack[first:])
-            if not stack:
-                self._enter_late()
-                self._name_guessed()
         for path, value in stack[:1]:
             self._leave_out(path, value, f"a walk ends after {MAX_OBJECTS} objects")
 
@@ -1201,8 +1211,11 @@ class Walk:
                     self._enter_members(known, values)
                 else:
                     self._members.setdefault(name, []).append((known, values))
-            if issubclass(kind, _RUNS_FORWARD):
-                self._enter_members(known, known.members.get("forward", ()))
+            if forward := known.members.get("forward"):
+                if issubclass(kind, _RUNS_FORWARD):
+                    self._enter_members(known, forward)
+                else:
+                    self._forwards.append((known, forward))
         return known
 
     def _name(self, names: Set[str]) -> None:

@@ -312,6 +312,13 @@ class _Capture:
                         source=line,
                     )
 
+    def _holder_of(self, item: HeldTensor) -> str:
+        """Where the callable has a tensor that eager segments alone reach; empty if unknown."""
+        storage = item.storage
+        if storage is None:
+            return ""
+        return find_holder(storage.data_ptr(), storage.nbytes(), self.recorder.fn)
+
     def _refuse_advanced_state(
         self, written: Sequence[HeldTensor], writes: Sequence[Write], given: Mapping[str, Any]
     ) -> None:
@@ -332,7 +339,9 @@ class _Capture:
         places: dict[str, str] = {}
         for item in undeclared:
             # A capture looks into no object that is an argument; the user who reads this does.
-            name = item.name if item.is_named else find_path(item.tensor, given) or item.name
+            name = item.name
+            if not item.is_named:
+                name = find_path(item.tensor, given) or self._holder_of(item) or name
             places.setdefault(name, _line_of(item.storage, writes))
         has_guard = options.state is not None
         guard = "the state guard leaves it out" if has_guard else "no state guard was given"
