@@ -353,7 +353,9 @@ def versions_of_another_process(root):
 
 def test_source_of_torch_is_read_once_for_all_processes(torch_in, tmp_path):
     source, hashed = torch_in
-    found = [versions_of_another_process(tmp_path) for _ in range(3)]
+    found = [versions_of_another_process(tmp_path)]
+    (source / "a.pyc").write_bytes(b"Written by an import.")
+    found += [versions_of_another_process(tmp_path) for _ in range(2)]
     assert found[0] == found[1] == found[2]
     assert bytes.fromhex(found[0]["torch source"]) == codecache.torch_key()
     assert len(hashed) == 1

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cache, partial, wraps
 from hashlib import sha256
 from importlib import import_module
-from importlib.machinery import all_suffixes
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import FrameSummary, walk_tb
@@ -514,8 +514,8 @@ def versions(kept: CompileCache) -> Mapping[str, str]:
     }
 
 
-_SOURCE = (*all_suffixes(), ".cpp", ".ld")
-"""How the files end that ``torch_key`` reads."""
+_SOURCE = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES, ".cpp", ".ld")
+"""How the files end that ``torch_key`` reads. Not bytecode: imports write that."""
 
 
 def _source_of_torch(kept: CompileCache) -> bytes:
