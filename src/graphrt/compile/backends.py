@@ -153,11 +153,11 @@ class Inductor:
         plan = self._plan
         partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
         with compiling(self.name, job.name, plan.cache_dir), partitions:
-            if not plan.compile_cache or plan.cache_dir is None or plan.unhashable_passes:
-                is_asked = plan.compile_cache and plan.cache_dir is not None
-                missed = CacheMiss.UNHASHABLE_PASS if is_asked else CacheMiss.DISABLED
+            root = plan.cache_dir if plan.compile_cache else None
+            if root is None or plan.unhashable_passes:
+                missed = CacheMiss.DISABLED if root is None else CacheMiss.UNHASHABLE_PASS
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
-            cache, key = self._entry(job, plan.cache_dir)
+            cache, key = self._entry(job, root)
             try:
                 form = self._loaded_or_compiled(job, cache, key)
             except Exception as error:
