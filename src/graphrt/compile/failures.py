@@ -191,11 +191,8 @@ def _is_put_back(variable: Any, stored: Mapping[str, Any]) -> bool:
 
 
 def _user_line(stack: Iterable[FrameSummary]) -> Source:
-    found = Source()
-    for frame in stack:
-        if is_user_file(frame.filename):
-            found = Source(frame.filename, frame.lineno or 0, frame.name)
-    return found
+    own = [frame for frame in stack if is_user_file(frame.filename)]
+    return Source(own[-1].filename, own[-1].lineno or 0, own[-1].name) if own else Source()
 
 
 def line_of(node: fx.Node) -> str:
@@ -210,5 +207,4 @@ def source_of(node: fx.Node) -> Source:
 
 def _source_in(stack: str) -> Source:
     frames = _FRAME.findall(stack)
-    found = [Source(file, int(line), name) for file, line, name in frames if is_user_file(file)]
-    return found[-1] if found else Source()
+    return _user_line(FrameSummary(f, int(n), name, lookup_line=False) for f, n, name in frames)
