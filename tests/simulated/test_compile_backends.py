@@ -631,11 +631,11 @@ def test_level_1_refuses_to_compile_inside_a_recording():
 
 def test_dump_tells_what_was_traced_cut_and_compiled(tmp_path):
     for _ in range(2):
-        one, _ = compile_alone(chain(Layers()), debug_dump_path=tmp_path)
+        compile_alone(chain(Layers()), debug_dump_path=tmp_path)
     first, second = sorted((tmp_path / "rank_0").iterdir())
     told = {path.name: path.read_text() for path in first.iterdir()}
     assert set(told) == {path.name for path in second.iterdir()}
-    assert told["stitch.py"] == one.source
+    assert told["stitch.py"].count(" = piece_") == len(told["split.py"].splitlines())
     assert len([name for name in told if name.endswith(".before.py")]) == 4
     assert "tanh" in told["piece_0.before.py"]
     assert "tanh" in told["dynamo.py"]

@@ -112,8 +112,6 @@ class Compiled:
         self.runnable = target
         """What walks of what it reaches follow."""
         self.report: CompileReport | None = None
-        self.source = ""
-        """The generated function that calls the pieces."""
         self._ops = splitter.SplittingOps(plan.splitting_ops, impls)
         self._attention = splitter.SplittingOps(plan.attention_ops)
         is_inductor = plan.backend == "inductor"
@@ -363,8 +361,8 @@ class _Compilation:
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))
         self.held = effects.copies_of_written(graph, inputs)
-        stitched, owner.source = splitter.stitch(graph, pieces, calls)
-        owner._dump.write("stitch.py", lambda: owner.source)
+        stitched, source = splitter.stitch(graph, pieces, calls)
+        owner._dump.write("stitch.py", lambda: source)
         misses = {reason: count for reason, count in self._missed.items() if reason is not None}
         self.report = CompileReport(
             backend=self._compiler.name,
