@@ -277,7 +277,7 @@ def first_result(num_layers: int, folder: Path, began: float) -> dict[str, Any]:
     ``time()``. ``compiles``, ``loads``: how many forms of pieces were compiled, and loaded."""
     seconds = {"python, torch and graphrt": time() - began}
     asked = time()
-    with gc_paused(collects=False):  # As in ``Runtime``, which else would import it.
+    with gc_paused(collects=False, ages=True):  # As in ``Runtime``, which else would import it.
         from graphrt.runtime import compiling  # noqa: F401
     imported = time()
     # After it, because seeds import most of the compiler too.
