@@ -323,6 +323,8 @@ def test_value_that_prepare_sets_and_no_example_had_runs_eager_between_ranks(mod
         lab.step(3, 3, step_info=5.0)
         told_of_it = lab.runtime.explain(lab.runtime.last_decision)
         assert "Set by resources to what no example had: number." in told_of_it
+        lab.runtime.capture()
+        assert "Set by resources" not in lab.runtime.explain(lab.runtime.last_decision)
 
 
 def test_outputs_of_a_step_that_ran_in_place_of_a_graph_stay_with_the_caller() -> None:

@@ -83,7 +83,7 @@ def _told(event: Event) -> tuple[int, str]:
         case Invalidated(owner, programs, names):
             replaced = ", ".join(names) or "by hand"
             if not programs:
-                return warning, f"{owner}: a step ran eager, no example had: {replaced}"
+                return warning, f"{owner}: a step ran eager, because no example had {replaced}"
             return warning, f"{owner}: {programs} programs invalid, replaced: {replaced}"
         case Withdrawn(owner, programs, reason):
             return info, f"{owner}: {programs} programs withdrawn: {reason}"

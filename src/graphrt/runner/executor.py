@@ -333,11 +333,8 @@ class Executor:
         with torch.inference_mode(False):  # Born in it, they could not be written outside it.
             views = {name: view.clone() for name, view in ready.bound.views.items()}
         slices = slices_of_key(key) if key.num_ubatches > 1 else None
-        eager, layers = RuntimeMode.NONE, self._layers
-        with (
-            torch.no_grad(),
-            ForwardContext(eager, key, call.step_info, None, layers, None, slices),
-        ):
+        context = self.context(RuntimeMode.NONE, key, call.step_info, slices)
+        with torch.no_grad(), context:
             return self.outputs.bind(self.fn(**views)).unpad(call.sizes)
 
     def own_views(self, key: BatchDescriptor, sizes: Sizes, values: Values) -> Values:
@@ -382,8 +379,14 @@ class Executor:
         bound.stage(dict.fromkeys(sizes, 0), values)
         return {name: bound.views[name].clone() for name in values}
 
-    def context(self, mode: RuntimeMode, key: BatchDescriptor, step_info: Any) -> ForwardContext:
-        return ForwardContext(mode, key, step_info, None, self._layers)
+    def context(
+        self,
+        mode: RuntimeMode,
+        key: BatchDescriptor,
+        step_info: Any,
+        slices: Sequence[Any] | None = None,
+    ) -> ForwardContext:
+        return ForwardContext(mode, key, step_info, None, self._layers, None, slices)
 
     def _sizes_padded_to(self, values: Values, real: Sizes) -> Sizes | None:
         """The sizes of ``values`` if the caller has padded them from ``real`` to those of a key."""

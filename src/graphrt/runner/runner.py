@@ -383,6 +383,7 @@ class CUDAGraphRunner:
             chosen, generation = self._captures.choose(wanted)
             self.library.catalog.forget_failures((e.owner, e.mode, e.key) for e in wanted)
             self._forget_cuts()
+            self._set_otherwise.clear()  # Other examples may set it.
             capture(chosen, generation, tell)
         return self.report()
 
