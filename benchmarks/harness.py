@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -284,6 +285,15 @@ def row(
         config=config,
         samples={name: list(figures) for name, figures in samples.items()},
     )
+
+
+def need_bytecode() -> None:
+    """Errors: ``CannotRunError`` where Python writes none: each start compiles its imports anew."""
+    if sys.dont_write_bytecode:
+        raise CannotRunError(
+            "it needs bytecode: unset PYTHONDONTWRITEBYTECODE, and set PYTHONPYCACHEPREFIX to a "
+            "folder where installed packages have none"
+        )
 
 
 @contextmanager

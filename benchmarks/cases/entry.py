@@ -31,6 +31,7 @@ from benchmarks.harness import (
     Row,
     Samples,
     medians,
+    need_bytecode,
     ratio,
     row,
     time_host,
@@ -365,6 +366,9 @@ def start_rows(num_layers: int, starts: Mapping[str, Sequence[Mapping[str, Any]]
 
 def starts() -> Iterator[Row]:
     _need_compiler()
+    need_bytecode()
+    with tempfile.TemporaryDirectory() as folder:
+        start_of_its_own(min(START_TARGETS), Path(folder))  # Writes the bytecode of the imports.
     for num_layers in START_TARGETS:
         found: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
         for _ in range(STARTS):

@@ -244,6 +244,7 @@ def test_starts_are_compared_with_and_without_the_process(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(entry, "start_of_its_own", start)
     monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
     rows = {item.metric: item for item in entry.starts()}
     assert {name: item.value for name, item in rows.items()} == {
         "C-compile-start-4": 0.2,
@@ -253,7 +254,17 @@ def test_starts_are_compared_with_and_without_the_process(monkeypatch: pytest.Mo
     }
     assert [item.target for item in rows.values()] == [0.25, None, 0.3, None]
     assert rows["C-compile-start-4"].config["parts_s"]["warm"]["load"] == 1.0
-    assert len(set(asked)) == len(asked) / 2, "each cold start has a folder of its own"
+    (_, *timed) = asked
+    assert len(set(timed)) == len(timed) / 2, "each cold start has a folder of its own"
+    assert asked[0] not in timed, "the first start writes bytecode, and counts for nothing"
+
+
+def test_starts_without_bytecode_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    for starts in (lambda: next(entry.starts()), engine.compiled_starts):
+        with pytest.raises(CannotRunError, match="unset PYTHONDONTWRITEBYTECODE"):
+            starts()
 
 
 def test_the_watch_is_a_part_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
