@@ -271,6 +271,10 @@ class Compiled:
         return outputs
 
 
+_Forms = dict[fx.GraphModule, tuple[Callable[..., Any], Callable[..., Described]]]
+"""Of each unique compiled piece: its code, and what says what a call of it does."""
+
+
 class _Trace(NamedTuple):
     """One trace, and what has to be as it was then."""
 
@@ -306,60 +310,17 @@ class _Compilation:
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo is to call."""
-        owner, plan, ops = self._owner, self._plan, self._owner._ops
+        owner = self._owner
         owner._dump.graph("dynamo.py", graph)
         self._audit.changed = side_effects = refuse_side_effects()
         self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
         began = perf_counter()
-        refuse_values(graph, ops.find)
+        refuse_values(graph, owner._ops.find)
         symbols = self._symbols = self._symbols_of(graph, inputs)
-        num_noops = 0
-        if plan.level == 3 and plan.backend in ("eager", "inductor"):
-            if plan.pass_config.enable_noop:
-                num_noops = remove_noops(graph, ops)
-            share_masks(graph, ops)
-        if self._compiler.name == "inductor":
-            called = {splitter.operator_of(node) for node in graph.graph.nodes}
-            self._sized = {name: form for name, form in sized_forms().items() if name in called}
-            largest = {form.largest_size for form in self._sized.values()}
-            self._ranges = ranges.cut_at(self._ranges, largest)
-        is_opaque, by_inductor = self._compiler.is_opaque, plan.use_inductor_graph_partition
-        marked = cut_operator if by_inductor else None
-        pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
-        owner._dump.pieces(pieces)
-        captured = [piece for piece in pieces if piece.kind == "captured"]
-        effects.refuse_open_contexts(graph, ops, is_opaque)
-        if is_opaque:
-            effects.refuse_shared_writes(pieces)
-            for piece in captured:
-                for readers in (owner._attention, *([ops] if by_inductor else [])):
-                    effects.refuse_hidden_reads(piece, readers)
-        if by_inductor:
-            refuse_other_devices(graph)
-            self._cuts = Cuts(graph, ops, owner._wrap, pieces[0].structure)
+        num_noops = self._tidy(graph)
+        pieces, unmatched = self._cut(graph, symbols)
         seconds = {"trace": began - self._started, "split": perf_counter() - began}
-        forms: dict[fx.GraphModule, tuple[Callable[..., Any], Callable[..., Described]]] = {}
-        for piece in captured:
-            if piece.module not in forms:
-                forms[piece.module] = self._compile(piece, symbols), effects.description(piece)
-        calls = []
-        self.infos = [] if self._cuts is None else self._cuts.infos
-        for index, piece in enumerate(pieces):
-            info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
-            call: Callable[..., Any] = piece.module.forward
-            if piece.kind == "captured":
-                call, described = forms[piece.module]
-                if self._cuts is not None:
-                    calls.append(self._cuts.bound(call))
-                    continue
-                if is_opaque:
-                    describe = partial(described, effects.written_inputs(piece))
-                    info = info._replace(is_opaque=True, describe=describe)
-            elif (written := effects.written_inputs(piece)) and not piece.is_plain:
-                call = effects.noting_writes(call, partial(_at, [*written]))
-            calls.append(owner._wrap(call, info))
-            # A report is kept for long; what it needs of a piece is a few words.
-            self.infos.append(info._replace(describe=None))
+        calls = self._wrapped(pieces, self._compile_all(pieces, symbols))
         self.held = effects.copies_of_written(graph, inputs)
         stitched, source = splitter.stitch(graph, pieces, calls)
         owner._dump.write("stitch.py", lambda: source)
@@ -376,6 +337,70 @@ class _Compilation:
             num_noops=num_noops,
         )
         return stitched
+
+    def _tidy(self, graph: fx.GraphModule) -> int:
+        """Run the passes over the whole graph. Returns how many operations did nothing, and are
+        gone."""
+        plan, ops, num_noops = self._plan, self._owner._ops, 0
+        if plan.level == 3 and plan.backend in ("eager", "inductor"):
+            if plan.pass_config.enable_noop:
+                num_noops = remove_noops(graph, ops)
+            share_masks(graph, ops)
+        return num_noops
+
+    def _cut(self, graph: fx.GraphModule, symbols: Symbols) -> tuple[list[Piece], tuple[str, ...]]:
+        """As ``splitter.cut``. Errors also: what a replay of these pieces would do wrong."""
+        owner, ops = self._owner, self._owner._ops
+        is_opaque, by_inductor = owner.is_opaque, self._plan.use_inductor_graph_partition
+        marked = cut_operator if by_inductor else None
+        pieces, unmatched = splitter.cut(graph, ops, symbols.names, is_opaque, marked)
+        owner._dump.pieces(pieces)
+        effects.refuse_open_contexts(graph, ops, is_opaque)
+        if is_opaque:
+            effects.refuse_shared_writes(pieces)
+            for piece in _captured(pieces):
+                for readers in (owner._attention, *([ops] if by_inductor else [])):
+                    effects.refuse_hidden_reads(piece, readers)
+        if by_inductor:
+            refuse_other_devices(graph)
+            self._cuts = Cuts(graph, ops, owner._wrap, pieces[0].structure)
+        return pieces, unmatched
+
+    def _compile_all(self, pieces: Sequence[Piece], symbols: Symbols) -> _Forms:
+        """Every compiled piece, alike ones once."""
+        captured = _captured(pieces)
+        if self._compiler.name == "inductor":
+            called = {splitter.operator_of(node) for piece in captured for node in piece.nodes}
+            self._sized = {name: form for name, form in sized_forms().items() if name in called}
+            largest = {form.largest_size for form in self._sized.values()}
+            self._ranges = ranges.cut_at(self._ranges, largest)
+        forms: _Forms = {}
+        for piece in captured:
+            if piece.module not in forms:
+                forms[piece.module] = self._compile(piece, symbols), effects.description(piece)
+        return forms
+
+    def _wrapped(self, pieces: Sequence[Piece], forms: _Forms) -> list[Callable[..., Any]]:
+        """What the owner of the graphs makes of each piece, in order."""
+        calls: list[Callable[..., Any]] = []
+        self.infos = [] if self._cuts is None else self._cuts.infos
+        for index, piece in enumerate(pieces):
+            info = PieceInfo(index, piece.name, piece.kind, piece.is_plain, piece.structure[:16])
+            call: Callable[..., Any] = piece.module.forward
+            if piece.kind == "captured":
+                call, described = forms[piece.module]
+                if self._cuts is not None:
+                    calls.append(self._cuts.bound(call))
+                    continue
+                if self._owner.is_opaque:
+                    describe = partial(described, effects.written_inputs(piece))
+                    info = info._replace(is_opaque=True, describe=describe)
+            elif (written := effects.written_inputs(piece)) and not piece.is_plain:
+                call = effects.noting_writes(call, partial(_at, [*written]))
+            calls.append(self._owner._wrap(call, info))
+            # A report is kept for long; what it needs of a piece is a few words.
+            self.infos.append(info._replace(describe=None))
+        return calls
 
     def refuse_shape_guards(self) -> None:
         """Errors: ``ShapeGuardError`` for a branch of the trace that not every size takes."""
@@ -425,6 +450,10 @@ class _Compilation:
                 event = CompiledEvent(piece.name, sizes.start, sizes.end, seconds, form.missed)
                 self._owner._observer(event)
         return ranges.chosen_by_size(forms, place)
+
+
+def _captured(pieces: Sequence[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.kind == "captured"]
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:
