@@ -496,3 +496,13 @@ class MissingExtraError(GraphrtError, ImportError):
 
 class CommandError(GraphrtError, RuntimeError):
     """A command that another package registered cannot be loaded; the others are unaffected."""
+
+
+def copy_error(owner: object) -> ConfigError:
+    """What copying and pickling raise."""
+    return ConfigError(
+        f"a copy of a {type(owner).__name__}",
+        expected="one object, which owns graphs or compiled code",
+        found="copy, deepcopy or pickle",
+        do="make another one, or copy what it was made of",
+    )

@@ -154,7 +154,7 @@ class Inductor:
         partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
         with compiling(self.name, job.name, plan.cache_dir), partitions:
             root = plan.cache_dir if plan.compile_cache else None
-            if root is None or plan.unhashable_passes:
+            if root is None or plan.unhashable_passes or None in torch_api.own_passes().values():
                 missed = CacheMiss.DISABLED if root is None else CacheMiss.UNHASHABLE_PASS
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job, root)
@@ -193,8 +193,8 @@ class Inductor:
         on_cpu = all(one.device.type == "cpu" for one in tensors_of(job.inputs))
         if job.sizes.is_static and not on_cpu:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}
-        sizes = f"{job.sizes}, {job.bounds}"
-        return torch_api.compile_by_inductor(job.module, job.inputs, options, sizes)
+        piece = f"{job.structure} {job.sizes}, {job.bounds}"
+        return torch_api.compile_by_inductor(job.module, job.inputs, options, piece)
 
     def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
         devices = {one.device for one in tensors_of(job.inputs)}
@@ -209,6 +209,7 @@ class Inductor:
             "sizes": (*job.sizes, job.bounds),
             "plan": self._plan.compute_hash(),
             "inductor": inductor_config.save_config_portable(),
+            "passes": torch_api.own_passes(),
             "modes": {
                 **environment(next(iter(devices)).type if devices else "cpu"),
                 **{name: next(values) for name, values in FLAGS.items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -156,7 +157,7 @@ class CompileCache:
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""
         found = []
-        for path in self.root.glob(f"v*/objects/*/*{_SUFFIX}"):
+        for path in self._found(f"objects/*/*{_SUFFIX}"):
             about: Mapping[str, Any] = {}
             with suppress(FileNotFoundError):  # Another process prunes too.
                 state = path.lstat()
@@ -183,7 +184,7 @@ class CompileCache:
         What processes that were killed have left goes too, after a day.
         """
         for place in _LEFT_BY_CRASHES:
-            for folder in self.root.glob(f"v*/{place}"):
+            for folder in self._found(place):
                 with suppress(FileNotFoundError):  # Another process finished, or prunes too.
                     if time.time() - folder.stat().st_mtime > _LONGEST_USE_S:
                         _remove(folder)
@@ -197,14 +198,19 @@ class CompileCache:
                 removed.append(entry)
         if removed and not any(self.entries()):
             # Nothing needs it any more.
-            for folder in self.root.glob("v*/inductor*"):
+            for folder in self._found("inductor*"):
                 _remove(folder)
         return removed
 
     def inductor_bytes(self) -> int:
         """What Inductor keeps beside the entries."""
-        files = [path for path in self.root.glob("v*/inductor/**/*") if path.is_file()]
+        files = [path for path in self._found("inductor/**/*") if path.is_file()]
         return sum(path.stat().st_size for path in files)
+
+    def _found(self, places: str) -> list[Path]:
+        """What lies there, of any schema. Other folders are not this cache's."""
+        folders = [one for one in self.root.glob("v*") if re.fullmatch(r"v\d+", one.name)]
+        return [path for one in folders if (one / "objects").is_dir() for path in one.glob(places)]
 
     def _path(self, key: str) -> Path:
         return self._folder / "objects" / key[:2] / f"{key}{_SUFFIX}"

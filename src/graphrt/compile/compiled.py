@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
@@ -18,7 +18,13 @@ from graphrt.compile import effects, ranges, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, Job
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
-from graphrt.compile.failures import OF_TRACING, refuse_side_effects, refuse_values, translated
+from graphrt.compile.failures import (
+    OF_TRACING,
+    refuse_dropped_sizes,
+    refuse_side_effects,
+    refuse_values,
+    translated,
+)
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
@@ -31,6 +37,7 @@ from graphrt.errors import (
     GraphBreakError,
     RecompileError,
     ShapeGuardError,
+    copy_error,
 )
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
 
@@ -222,6 +229,10 @@ class Compiled:
             trace.audit.check()
             self.is_audit_due = again
 
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        # A copied model would keep this one, which runs the parameters of the first.
+        raise copy_error(self)
+
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
         axes: dict[int, dict[int, str]] = {}
@@ -316,6 +327,8 @@ class _Compilation:
         self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
         began = perf_counter()
         refuse_values(graph, owner._ops.find)
+        if not owner.is_backed:
+            refuse_dropped_sizes(graph)
         symbols = self._symbols = self._symbols_of(graph, inputs)
         num_noops = self._tidy(graph)
         pieces, unmatched = self._cut(graph, symbols)

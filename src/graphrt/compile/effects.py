@@ -285,6 +285,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """What a node writes in place: as the operator's schema says, else by the names of torch."""
     target: Any = node.target
     found: list[Any] = []
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        # Of what its graphs write, all that it takes may be.
+        return node.all_input_nodes if any(map(_writes, _graphs_of(node))) else []
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, splitter.overload_of(node) or target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
@@ -302,13 +305,36 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         # Not ``operator.and_``, whose name is no keyword for that reason alone.
         is_operator = getattr(target, "__module__", "") == "_operator"
         ends_so = name.endswith("_") and not name.endswith("__") and not is_operator
-        if ends_so or target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
+        is_method = node.op == "call_method" and name.strip("_") in _IN_PLACE.split()
+        if ends_so or is_method or target in _WRITING_OPERATORS or _is_in_place(node):
             found += node.args[:1]
         found.append(node.kwargs.get("out"))
     written: list[fx.Node] = []
     # Lists of tensors too, which some operators write.
     fx.node.map_arg(found, written.append)
     return written
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether a function of torch is told, by name or by position, to write its first argument."""
+    given = node.kwargs.get("inplace", False)
+    if isinstance(node.target, FunctionType):
+        parameters = [*inspect.signature(node.target).parameters]
+        if "inplace" in parameters[: len(node.args)]:
+            given = node.args[parameters.index("inplace")]
+    return given is True
+
+
+def _graphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator is given."""
+    owner: Any = node.graph.owning_module
+    given = [one for one in node.all_input_nodes if one.op == "get_attr"]
+    found = [operator.attrgetter(str(one.target))(owner) for one in given]
+    return [one for one in found if isinstance(one, fx.GraphModule)]
+
+
+def _writes(graph: fx.GraphModule) -> bool:
+    return any(map(written_by, graph.graph.nodes))
 
 
 def written_among(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from traceback import FrameSummary
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -135,6 +136,21 @@ def refuse_values(graph: fx.GraphModule, cut_at: Callable[[fx.Node], object]) ->
                 "(level 3)",
                 source=source,
             )
+
+
+def refuse_dropped_sizes(graph: fx.GraphModule) -> None:
+    """Errors: ``ShapeGuardError`` for a ``squeeze`` of a dimension that varies and is not known:
+    torch takes it for one that is never 1, and the result has one dimension less where it is."""
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", node.target) not in ("squeeze", "squeeze_"):
+            continue
+        value = node.args[0].meta.get("example_value")
+        dims = node.kwargs.get("dim", (*node.args[1:], None)[0])
+        told = range(value.dim()) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+        if any(isinstance(value.shape[dim], torch.SymInt) for dim in told):
+            source = line_of(node)
+            found = "squeeze of a dimension that varies, which drops it at size 1 alone"
+            raise shape_guard(f" at {source}" if source else "", found, source)
 
 
 def refuse_side_effects() -> tuple[str, ...]:

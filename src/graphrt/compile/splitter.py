@@ -482,12 +482,8 @@ def _named(target: Any) -> str:
         return ", ".join(_named(getattr(target, one)) for one in target.overloads())
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target} {target._schema}"
-        is_traced_through = target.namespace not in _NAMESPACES_OF_TORCH and (
-            torch._C._dispatch_has_kernel_for_dispatch_key(
-                target.name(), "CompositeImplicitAutograd"
-            )
-        )
-        return f"{name} {_PROCESS}" if is_traced_through else name
+        is_own = target.namespace in _NAMESPACES_OF_TORCH
+        return name if is_own or torch_api.is_seen_whole(target) else f"{name} {_PROCESS}"
     name = _path_of(target)
     # Kernels of Triton are numbers in the arguments.
     is_kernel = "triton_kernel" in str(target)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Copies
 from graphrt.compile.failures import OF_TRACING, translated
 from graphrt.config import CompilePlan
+from graphrt.errors import copy_error
 
 
 class Stock:
@@ -53,7 +55,15 @@ class Stock:
         self._held: Copies | None = None
         """What the traced run writes, with what it was; None in other runs."""
         root, _ = own_root(target)
-        self._entry = torch_api.stock_compile(root, self._compile, self._reasons.append)
+        # Dynamo keeps backends for good: this one keeps no model.
+        own = WeakMethod(self._compile)
+
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            compile_now = own()
+            assert compile_now is not None, "it is called by an entry that is alive"
+            return compile_now(graph, inputs)
+
+        self._entry = torch_api.stock_compile(root, backend, self._reasons.append)
 
     @property
     def report(self) -> CompileReport | None:
@@ -78,10 +88,17 @@ class Stock:
             effects.put_back(held)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch_api.is_recorded():
+            # Dynamo would run it so too, and never compile again any code that it meets here.
+            return torch_api.uncompiled(self.runnable)(*args, **kwargs)
         try:
             return self._entry(*args, **kwargs)
         except OF_TRACING as error:
             raise translated(error) from error
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        # A copied model would keep this one, which runs the parameters of the first.
+        raise copy_error(self)
 
     def audit(self, *, again: bool = False) -> None:
         """Nothing: torch checks its guards at each call."""

@@ -26,6 +26,7 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
+from torch._decomp import global_decomposition_table as decomposition_table
 from torch._dynamo import config as dynamo_config, eval_frame, guards, symbolic_convert
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
@@ -43,6 +44,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
+from torch._library.simple_registry import singleton
 from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -60,6 +62,7 @@ _CODE = "torch._inductor.runtime.compile_tasks."
 """Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 """Of kernels that torch would call before, or in place of, the function of a custom op."""
+_KEYS_OF_GRADIENTS = ["Autograd", "AutogradCPU", "AutogradCUDA"]
 _LONG_FLUSH = 256 * 2**20
 """Bytes; an H200 fills them in 70 us."""
 
@@ -84,6 +87,16 @@ def has_modes() -> bool:
     return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
 
 
+def is_recorded() -> bool:
+    """Whether a mode on this thread sees each operation, as recorders do."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, of which Dynamo compiles nothing."""
+    return torch._dynamo.disable(call)  # type: ignore[no-any-return]
+
+
 def traced(
     root: FunctionType,
     backend: Callable[..., Any],
@@ -97,12 +110,14 @@ def traced(
     asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
     ``chosen``. ``guards_hooks``: of hooks torch makes none by default."""
     is_chosen = is_short = False
+    # Dynamo keeps ``choose`` where a trace fails: what it refers to is taken out of this list.
+    choosers = [chosen]
     build = CheckFunctionManager.build_guards
 
     def choose(found: Sequence[Any]) -> list[bool]:
         nonlocal is_chosen
         is_chosen = True
-        return chosen(found)
+        return choosers[0](found)
 
     def build_chosen(owner: Any, found: Any, *about: Any, **options: Any) -> Any:
         nonlocal is_short
@@ -143,6 +158,8 @@ def traced(
         if type(error) is not RuntimeError or not is_told_not_to:
             raise
         return None, None, None
+    finally:
+        choosers.clear()
     assert not is_short, "Dynamo makes guards of those that were chosen"
     for made in eval_frame._debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
@@ -187,6 +204,23 @@ def python_of(operator: str, args: Sequence[Any], kwargs: Any) -> Callable[..., 
     return function if [*types] == [*inspect.signature(function).parameters] else None
 
 
+def is_seen_whole(op: torch._ops.OpOverload) -> bool:
+    """Whether compilers call ``op`` as it is. Others they write out, as its kernels say in Python:
+    those of compositions and of ``triton_op``, decompositions, kernels for gradients or modes."""
+    name = op.name()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ["CompositeImplicitAutograd"]
+    # Those of a custom op redispatch, as torch makes them.
+    keys += [] if op._schema.name in OPDEFS else _KEYS_OF_GRADIENTS
+    return not (
+        any(has_kernel(name, key) for key in keys)
+        or op.py_kernels
+        or op.python_key_table
+        or singleton.find(op._schema.name).torch_dispatch_rules._data
+        or any(op in decomposition_table[kind] for kind in decomposition_table)
+    )
+
+
 def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
     """The overload of ``ns::op`` that torch would call with these; "" for none."""
     with suppress(RuntimeError):
@@ -199,15 +233,16 @@ def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
 
 
 def compile_by_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], sizes: str
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], piece: str
 ) -> Any:
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
-    current tracing context's. ``sizes``: names all that they may have.
+    current tracing context's. ``piece``: names what is computed, and all sizes that it may have.
     """
-    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends. Said
+    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends; nor
+    # bodies of operators that it writes out. Said
     # in an option that nothing else reads, because tuned kernels are not found by another
     # ``cache_key_tag`` than that of the process that loads them.
-    patches = {"aot_inductor.metadata": {"sizes": sizes}, **options}
+    patches = {"aot_inductor.metadata": {"piece": piece}, **options}
     is_tuned = options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning)
     if is_tuned:
         # Kernels that were pickled do not know that they were tuned, and would be at each start.
@@ -222,6 +257,19 @@ def compile_by_inductor(
     if is_tuned:
         _prepare_tuning()
     return artifact
+
+
+def own_passes() -> dict[str, str | None]:
+    """The passes that are set in Inductor's configuration, which its text leaves out, each with
+    what it says of itself; None: nothing."""
+    options = inductor_config.get_config_copy()
+    kinds = r"_?(pre_grad|post_grad|joint|pre_fusion|post_fusion)_custom_.*"
+    found: dict[str, str | None] = {}
+    for name in options:
+        if re.fullmatch(kinds, name) and options[name] is not None:
+            told = getattr(options[name], "uuid", lambda: None)()
+            found[name] = None if told is None else repr(told)
+    return found
 
 
 def _prepare_tuning() -> None:

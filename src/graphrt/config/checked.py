@@ -56,7 +56,7 @@ def config_class(cls: type[T]) -> type[T]:
     known = tuple(field.name for field in fields(built))
 
     @wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         kwargs, problems, warned = (
             built._prepare(kwargs) if hasattr(built, "_prepare") else Prepared(kwargs, [], [])
         )

@@ -44,6 +44,7 @@ from graphrt.errors import (
     RankError,
     RankLostError,
     SuspendedError,
+    copy_error,
     with_notes,
 )
 from graphrt.events import CaptureFailed, Event, Invalidated, Observer, Retired
@@ -813,16 +814,6 @@ def _unseen_key_error(
     )
     error.locate(owner=entries.owner, mode=entries.mode.name, key=str(key))
     return error
-
-
-def copy_error(owner: object) -> ConfigError:
-    """What copying and pickling raise."""
-    return ConfigError(
-        f"a copy of a {type(owner).__name__}",
-        expected="one object, which owns the memory of its graphs",
-        found="copy, deepcopy or pickle",
-        do="make another one, or copy what it was made of",
-    )
 
 
 def _names_in(programs: Mapping[Program, Sequence[str]]) -> tuple[str, ...]:

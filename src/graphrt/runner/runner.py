@@ -38,6 +38,7 @@ from graphrt.errors import (
     ConfigError,
     ReentrantStepError,
     VerificationError,
+    copy_error,
     shown as shown_value,
 )
 from graphrt.events import (
@@ -66,7 +67,6 @@ from graphrt.graphs import (
     Workspace,
 )
 from graphrt.graphs.buffers import require_tensor
-from graphrt.graphs.library import copy_error
 from graphrt.parallel import Lockstep
 from graphrt.report import Progress, StepMetrics, shown
 from graphrt.runner.captures import Captures

@@ -44,6 +44,7 @@ from graphrt.errors import (
     ConfigProblem,
     InputMismatchError,
     StaticBufferError,
+    copy_error,
     shown,
 )
 from graphrt.events import Observer, RanEager, Replayed
@@ -59,7 +60,6 @@ from graphrt.graphs import (
     StaleCheck,
     StateGuard,
 )
-from graphrt.graphs.library import copy_error
 from graphrt.parallel import Exchange, Lockstep, SettledStep
 from graphrt.runner import CUDAGraphRunner, Example, Progress, RunnerReport, Subject
 from graphrt.runner.examples import Examples
