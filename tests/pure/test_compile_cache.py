@@ -188,6 +188,21 @@ CompileCache(Path(sys.argv[1]), "torch", "device").write("aa", b"code", {})
 """
 
 
+def test_prune_leaves_folders_that_are_no_cache(tmp_path):
+    kept = [
+        tmp_path / "videos" / "unfinished-film" / "scene",
+        tmp_path / "vendor" / "objects" / "lib" / "firmware.bin",
+        tmp_path / "v2" / "inductor-notes" / "text",
+    ]
+    for path in kept:
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+        os.utime(path.parent, (1, 1))
+    one_entry(tmp_path)
+    assert len(CompileCache(tmp_path).prune(max_bytes=0)) == 1
+    assert all(path.exists() for path in kept)
+
+
 def test_prune_removes_what_a_killed_writer_left_after_a_day(tmp_path):
     cache, key = one_entry(tmp_path)
     before = set(tmp_path.rglob("*"))

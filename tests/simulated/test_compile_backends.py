@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
@@ -288,6 +289,32 @@ def test_write_to_memory_that_results_share_is_refused(backend):
         return
     with pytest.raises(CompileError, match="shares") as caught:
         compile_alone(model, **asked)
+    assert "test_compile_backends" in caught.value.source
+
+
+def by_position(x):
+    return torch.nn.functional.relu(x, True)
+
+
+def by_method(x):
+    return x.__imul__(2.0)
+
+
+def inside_an_operator(x):
+    return torch.utils.checkpoint.checkpoint(lambda y: y.mul_(2.0), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("writes", [by_position, by_method, inside_an_operator])
+def test_write_that_no_name_tells_is_refused_where_it_is_shared(writes):
+    def model(x):
+        both = x * 2.0
+        view = both[:, :2]
+        kept = torch.sigmoid(x)
+        writes(view)
+        return both + kept
+
+    with pytest.raises(CompileError, match="two views of one memory") as caught:
+        compile_alone(model)
     assert "test_compile_backends" in caught.value.source
 
 

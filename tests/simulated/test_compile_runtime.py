@@ -7,6 +7,7 @@ import linecache
 import re
 import traceback
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -1026,3 +1027,57 @@ def test_graph_cut_anywhere_computes_the_same(ops):
         assert_equal(
             found, {"rows": lab.model(**values(8, 2))["rows"], "lens": values(8, 2)["lens"] * 2}
         )
+
+
+def counting_alone(graphs):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+def test_level_1_leaves_the_users_own_compilation_alone():
+    graphs = []
+    with compiled("FULL", ops=None, asked={"compilation": {"level": 1}}) as lab:
+        lab.runtime.capture()
+        lab.step(3, 2)
+    with torch.no_grad():
+        torch.compile(Formula(), backend=counting_alone(graphs))(**values(3, 2))
+    assert graphs, "Dynamo compiles other models of the class"
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_copy_of_a_model_with_a_compiled_part_is_refused(level):
+    part = Formula()
+    options = {"level": level, "splitting_ops": ("torch.sigmoid",) if level == 3 else None}
+    with (
+        compiled("FULL", Outer(part), compile_part=part, asked={"compilation": options}),
+        pytest.raises(ConfigError, match="a copy of a"),
+    ):
+        deepcopy(part)
+    assert deepcopy(part).scale == part.scale
+
+
+class Asks(Formula):
+    """Asks for a value of a tensor, which no trace can hold."""
+
+    def between(self, hidden):
+        return hidden * hidden.sum().item()
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_model_is_freed_after_its_runtime_or_its_failed_trace(level):
+    model = Formula() if level == 1 else Asks()
+    freed = weakref.ref(model)
+    asked = {"compilation": {"level": level, "splitting_ops": None}}
+    if level == 1:
+        with compiled("FULL", model, ops=None, asked=asked) as lab:
+            lab.step(3, 2)
+        del lab
+    else:
+        with pytest.raises(GraphBreakError):
+            compiled("PIECEWISE", model)
+    del model
+    gc.collect()
+    assert freed() is None

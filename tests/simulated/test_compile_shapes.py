@@ -317,3 +317,30 @@ def test_argument_of_other_strides_than_traced_is_refused():
         assert torch.equal(entry(other), other * 2.0)
         with pytest.raises(ContractError, match="strides of argument 0"):
             entry(other.contiguous())
+
+
+class Squeezes(Branches):
+    """The result of ``squeeze`` has one dimension less for one row alone."""
+
+    def forward(self, *, x, ids, lens):
+        hidden = torch.sigmoid(x @ self.weight)
+        flat = hidden.squeeze()
+        hidden = hidden + (flat[None] if flat.dim() == 1 else flat)
+        return {"rows": hidden + ids[:, None], "lens": lens * 2}
+
+
+def test_squeeze_of_an_axis_is_traced_backed_and_right_for_one_row():
+    model = Squeezes()
+    with lab_of(model, "FULL_AND_PIECEWISE") as lab:
+        report = lab.runtime.capture()
+        assert "backed instead of unbacked" in report.compile.notes[0]
+        for sizes in ((1, 1), (2, 1), (5, 2), (16, 1)):
+            found = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            with torch.no_grad():
+                assert_equal(found, model(**values(*sizes)))
+
+
+def test_squeeze_of_an_axis_is_refused_where_sizes_have_to_be_unbacked():
+    with pytest.raises(ShapeGuardError, match="squeeze of a dimension that varies") as caught:
+        lab_of(Squeezes(), dynamic_shapes="unbacked")
+    assert "test_compile_shapes" in str(caught.value)

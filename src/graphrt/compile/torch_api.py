@@ -210,6 +210,8 @@ def is_seen_whole(op: torch._ops.OpOverload) -> bool:
     name = op.name()
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = ["CompositeImplicitAutograd"]
+    # Imported already where someone added to it.
+    by_inductor = vars(sys.modules.get("torch._inductor.decomposition", torch))
     # Those of a custom op redispatch, as torch makes them.
     keys += [] if op._schema.name in OPDEFS else _KEYS_OF_GRADIENTS
     return not (
@@ -218,6 +220,7 @@ def is_seen_whole(op: torch._ops.OpOverload) -> bool:
         or op.python_key_table
         or singleton.find(op._schema.name).torch_dispatch_rules._data
         or any(op in decomposition_table[kind] for kind in decomposition_table)
+        or op in by_inductor.get("decompositions", ())
     )
 
 
