@@ -363,3 +363,8 @@ def test_text_read_back_is_the_config(config: CompilationConfig) -> None:
 def test_text_that_is_no_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         CompilationConfig.from_json(text)
+
+
+def test_unknown_key_named_as_a_parameter_of_python_is_named():
+    with pytest.raises(ConfigError, match="self"):
+        CompilationConfig.from_json('{"self": 1}')
