@@ -62,7 +62,7 @@ _CODE = "torch._inductor.runtime.compile_tasks."
 """Modules of code that Inductor has written are named so."""
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 """Of kernels that torch would call before, or in place of, the function of a custom op."""
-_KEYS_OF_GRADIENTS = ["Autograd", "AutogradCPU", "AutogradCUDA"]
+_KEYS_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _LONG_FLUSH = 256 * 2**20
 """Bytes; an H200 fills them in 70 us."""
 
@@ -84,7 +84,7 @@ def unmark(tensor: torch.Tensor) -> None:
 
 def has_modes() -> bool:
     """Whether a mode is active on this thread."""
-    return bool(_get_current_dispatch_mode_stack() or _get_current_function_mode_stack())
+    return is_recorded() or bool(_get_current_function_mode_stack())
 
 
 def is_recorded() -> bool:
@@ -209,13 +209,12 @@ def is_seen_whole(op: torch._ops.OpOverload) -> bool:
     those of compositions and of ``triton_op``, decompositions, kernels for gradients or modes."""
     name = op.name()
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = ["CompositeImplicitAutograd"]
-    # Imported already where someone added to it.
+    # The kernels for gradients that torch makes for a custom op call the op itself.
+    gradients = () if op._schema.name in OPDEFS else _KEYS_OF_GRADIENTS
+    # Whoever added to it has imported it.
     by_inductor = vars(sys.modules.get("torch._inductor.decomposition", torch))
-    # Those of a custom op redispatch, as torch makes them.
-    keys += [] if op._schema.name in OPDEFS else _KEYS_OF_GRADIENTS
     return not (
-        any(has_kernel(name, key) for key in keys)
+        any(has_kernel(name, key) for key in ("CompositeImplicitAutograd", *gradients))
         or op.py_kernels
         or op.python_key_table
         or singleton.find(op._schema.name).torch_dispatch_rules._data
@@ -241,10 +240,10 @@ def compile_by_inductor(
     """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
     current tracing context's. ``piece``: names what is computed, and all sizes that it may have.
     """
-    # Inductor's own caches do not tell ranges of a size apart, and its code checks their ends; nor
-    # bodies of operators that it writes out. Said
-    # in an option that nothing else reads, because tuned kernels are not found by another
-    # ``cache_key_tag`` than that of the process that loads them.
+    # Inductor's own caches tell neither ranges of a size apart, whose ends its code checks, nor the
+    # bodies of operators that it writes out. Said in an option that nothing else reads, because
+    # tuned kernels are not found by another ``cache_key_tag`` than that of the process that loads
+    # them.
     patches = {"aot_inductor.metadata": {"piece": piece}, **options}
     is_tuned = options.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning)
     if is_tuned:
