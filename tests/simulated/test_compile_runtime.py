@@ -784,6 +784,62 @@ def test_call_other_than_the_traced_one_is_refused():
                 lab.model(**good)
 
 
+class Defaults:
+    base = 1.0
+
+
+class Settings(Defaults):
+    """An argument that is no tensor."""
+
+    def __init__(self) -> None:
+        self.scale, self.table = 2.0, {"a": [1.0]}
+
+    @property
+    def double(self) -> float:
+        return self.scale * 2
+
+
+class TakesSettings(torch.nn.Module):
+    def forward(self, x, told, *, options):
+        x = torch.sigmoid(x * told.scale * told.table["a"][0] + told.base)
+        return x * told.double * options["told"].scale * (3.0 if hasattr(told, "late") else 1.0)
+
+
+class GivesSettings(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.told, self.other = TakesSettings(), Settings(), Settings()
+
+    def forward(self, *, x, ids, lens):
+        rows = self.part(x, self.told, options={"told": self.other}) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model, put: put(model.told, "scale", 3.0), r"args\[1\].scale"),
+        (lambda model, put: put(model.other, "scale", 3.0), r"kwargs\['options'\]\['told'\].scale"),
+        (lambda model, put: put(model.told, "table", {"a": [1.0, 1.0]}), r"table\['a'\]"),
+        (lambda model, put: put(model.told, "late", True), r"hasattr\(args\[1\], 'late'\)"),
+        (lambda model, put: put(model.told, "base", 3.0), r"args\[1\]"),
+        (lambda model, put: put(Settings, "base", 3.0), r"args\[1\].base"),
+        (lambda model, put: put(Settings, "double", property(lambda _: 3.0)), r"args\[1\]"),
+    ],
+    ids=["attribute", "of a keyword", "item", "absent", "hides class", "hides base", "property"],
+)
+def test_object_given_to_a_compiled_part_is_compared_by_what_was_read(monkeypatch, change, told):
+    model = GivesSettings()
+    with compiled("FULL", model, compile_part=model.part) as lab:
+        lab.runtime.capture()
+        lab.step(5, 2)
+        change(model, partial(monkeypatch.setattr, raising=False))
+        with pytest.raises(GuardAuditError, match=told):
+            lab.runtime.capture()
+        monkeypatch.undo()
+        lab.runtime.capture()
+
+
 def test_compiled_code_needs_dynamo_for_its_trace_alone():
     model = Formula()
     with compiled("NONE", Outer(model), compile_part=model) as lab, torch.no_grad():

@@ -247,6 +247,58 @@ def test_method_replaced_after_the_trace_is_caught_by_either_policy(
         lab.runtime.check_externals()
 
 
+class Kind(type):
+    """A class of classes."""
+
+    rate = 2.0
+
+
+class Rated(metaclass=Kind):
+    limit = 4.0
+
+
+class Above(Rated):
+    pass
+
+
+def rates(x):
+    return x * (rates.factor if hasattr(rates, "factor") else 2.0)
+
+
+class Lookups(torch.nn.Module):
+    """Attributes that are found on the way from an object to its class, and beyond."""
+
+    scale = 2.0
+    rated = Above()
+
+    def forward(self, *, x, ids, lens):
+        x = rates(x) * self.scale * self.rated.limit * Rated.rate
+        return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+
+class Hides(Lookups):
+    pass
+
+
+@pytest.mark.parametrize("policy", ["audit", "keep"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Hides, "scale"), (Above, "limit"), (Kind, "rate"), (rates, "factor")],
+)
+def test_attribute_that_comes_to_hide_what_was_traced_is_caught(monkeypatch, owner, name, policy):
+    with lab_of(Hides(), guard_policy=policy) as lab:
+        monkeypatch.setattr(owner, name, 3.0, raising=False)
+        if policy == "keep" and name in ("scale", "limit"):
+            with pytest.raises(RecompileError, match=f"{name}[^$]*3.0 of "):
+                lab.step(16, 2)
+        with pytest.raises(GuardAuditError, match=f"{name}[^$]*3.0 of "):
+            lab.runtime.capture()
+        monkeypatch.undo()
+        monkeypatch.setattr(owner, "another", 3.0, raising=False)  # No traced code has the name.
+        lab.runtime.capture()
+        lab.step(16, 2)
+
+
 @pytest.mark.parametrize("policy", ["audit", "keep"])
 @pytest.mark.parametrize("change", [changes_scale, adds_hook])
 def test_change_after_the_trace_is_caught_by_either_policy(change, policy):

@@ -241,7 +241,8 @@ class Compiled:
         contract = Contract(args, kwargs, axes, self._limits, 2 if self.is_backed else 1)
         contract.check(args, kwargs)
         root, scope = own_root(self.runnable)
-        audit = Audit(scope, root.__globals__, at_calls=self._plan.guard_policy == "keep")
+        is_kept = self._plan.guard_policy == "keep"
+        audit = Audit(scope, root.__globals__, contract, at_calls=is_kept)
         found = _Compilation(self, axes, audit)
         # Dynamo keeps ``backend`` for good: what it refers to is taken out of this list.
         compilers = [found]

@@ -7,7 +7,7 @@ the compiled code; what else the trace read, before each capture.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from graphrt.compile import torch_api
 from graphrt.errors import ContractError, GraphrtError, GuardAuditError, RecompileError, shown
 from graphrt.externals.environment import autocast_dtype
+from graphrt.externals.places import attributes_of, is_foreign, module_of
 
 Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
@@ -73,6 +74,14 @@ class Contract:
         self._environment = environment(self._device_type)
         self._is_flat = _is_flat(args, kwargs)
         self._keywords = tuple(kwargs)
+        self.scope = _without_tensors(args, kwargs)
+        """Where expressions about the arguments that are objects find these."""
+        self.compared = frozenset(_parts_of_paths(path for path, _ in paths)) - {
+            _expression(path)
+            for path, leaf in paths
+            if not isinstance(leaf, (torch.Tensor, *_HOST))
+        }
+        """Expressions of what ``check`` compares: all but what is in such objects."""
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Errors: ``ContractError`` with argument, expected and found.
@@ -172,6 +181,25 @@ def _breach(what: str, expected: str, found: str) -> ContractError:
     )
 
 
+def _without_tensors(args: Any, kwargs: Any) -> dict[str, Any]:
+    def kept(leaf: Any) -> Any:
+        return None if isinstance(leaf, torch.Tensor) else leaf
+
+    found: dict[str, Any] = pytree.tree_map(kept, {"args": args, "kwargs": kwargs})
+    return found
+
+
+def _expression(path: Sequence[Any]) -> str:
+    """Of a part of the arguments, as torch's guards name it."""
+    return ("args", "kwargs")[path[0].idx] + pytree.keystr(tuple(path[1:]))
+
+
+def _parts_of_paths(paths: Iterable[Sequence[Any]]) -> Iterator[str]:
+    yield from ("args", "kwargs")
+    for path in paths:
+        yield from (_expression(path[:end]) for end in range(2, len(path) + 1))
+
+
 def _argument_name(path: Sequence[Any]) -> str:
     (first, *rest) = path[1:]
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
@@ -188,14 +216,20 @@ class Audit:
     """
 
     def __init__(
-        self, scope: Mapping[str, Any], globals_: Mapping[str, Any], *, at_calls: bool
+        self,
+        scope: Mapping[str, Any],
+        globals_: Mapping[str, Any],
+        contract: Contract,
+        *,
+        at_calls: bool,
     ) -> None:
         self.at_calls = at_calls
         self.changed: Sequence[str] = ()
         self.traced: Collection[CodeType] = ()
         self.guards: Any = None
         """Made when the trace is compiled."""
-        self._scope = {**scope, "args": (), "kwargs": {}}
+        self._scope = {**scope, **contract.scope}
+        self._by_contract = contract.compared
         self._globals = {"G": globals_}
         self.kept: list[tuple[str, str, object]] = []
         """Kind, expression and value. Of what guards know by its id, which is its own only while
@@ -207,6 +241,12 @@ class Audit:
         """Those of them that no guard of torch's compares."""
         self._classes: set[type] = set()
         """Whose methods are among these."""
+        self._names: frozenset[str] = frozenset()
+        self._sizes: dict[type, int] = {}
+        """How much is in the dicts of their classes."""
+        self._objects: dict[str, tuple[Any, dict[str, str]]] = {}
+        """By expression of an object that a guard is about: its code; where the names that traced
+        code has are found in it. torch guards what stood there, not what comes to hide it."""
 
     @property
     def told(self) -> list[str]:
@@ -215,12 +255,12 @@ class Audit:
 
     def chosen(self, guards: Sequence[Any]) -> list[bool]:
         """Which of the guards stay."""
+        self._names = frozenset(name for code in self.traced for name in code.co_names)
         return [self._stays(guard.guard_type, guard.name, guard.value) for guard in guards]
 
     def _stays(self, kind: str, name: str, value: object) -> bool:
-        is_argument = name.startswith(("args", "kwargs"))
         is_changed = any(re.match(rf"{re.escape(one)}\b", as_written(name)) for one in self.changed)
-        if not name or is_argument or is_changed:
+        if not name or name in self._by_contract or is_changed:
             return False
         self.kept.append((kind, name, None if isinstance(value, torch.Tensor) else value))
         is_left_out = kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT")
@@ -228,6 +268,10 @@ class Audit:
         is_unguarded = name.endswith("_hooks") and not is_left_out
         if is_left_out or is_unguarded or isinstance(value, torch.nn.Module):
             self._compare(name, value, is_unguarded)
+        if name not in self._objects and not is_foreign(_home_of(value)):
+            code = compile(name, "<graphrt audit>", "eval")
+            self._objects[name] = code, _owners(value, self._names)
+            self._sizes.update((kind, len(vars(kind))) for kind in type(value).__mro__)
         if type(value) not in self._classes:
             self._classes.add(type(value))
             for method, function in _methods(type(value), self.traced):
@@ -247,6 +291,7 @@ class Audit:
         # Under a mode, as in simulated recordings, guards of tensors take each for another one.
         if not torch_api.has_modes() and (
             any(_told(self._now(code)) != told for code, told in self._unguarded)
+            or any(len(vars(kind)) != size for kind, size in self._sizes.items())
             or not self.guards.check(self._scope)
         ):
             self.check(RecompileError)
@@ -265,12 +310,43 @@ class Audit:
             names = [name for _, name, _ in self.kept if as_written(name) in place]
             name = max(names, key=len, default=reason)
             raise _changed(kind, as_written(name), reason, shown(self._now(name)))
+        for name, (code, owners) in self._objects.items():
+            if (found := _owners(self._now(code), self._names)) != owners:
+                one = next(n for n in {**owners, **found} if found.get(n) != owners.get(n))
+                told, now = (each.get(one, "no such attribute") for each in (owners, found))
+                raise _changed(kind, f"{as_written(name)}.{one}", told, now)
 
     def _now(self, code: Any) -> object:
         try:
             return eval(code, self._globals, self._scope)
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
             return error
+
+
+def _home_of(value: object) -> str:
+    """The module of a class or function, or of what has no module itself the class's."""
+    if isinstance(value, FunctionType):
+        return str(value.__module__)
+    return module_of(value if isinstance(value, type) else type(value))
+
+
+def _owners(value: Any, names: frozenset[str]) -> dict[str, str]:
+    """By name, in which dict it stands first: of the object, or of a class; also what stands there,
+    if that is plain and the dict is one of a class or function. Classes of torch stay as they are.
+    """
+    found: dict[str, str] = {}
+    kinds = (*(value.__mro__ if isinstance(value, type) else (value,)), *type(value).__mro__)
+    for owner in kinds:
+        is_class = isinstance(owner, type)
+        if is_foreign(_home_of(owner)):
+            continue
+        own = attributes_of(owner)
+        is_told = is_class or isinstance(owner, FunctionType)
+        place = owner.__qualname__ if is_class else "the object itself"
+        for name in names & own.keys():
+            is_plain = is_told and isinstance(own[name], _HOST)
+            found.setdefault(name, f"{own[name]!r} of {place}" if is_plain else f"that of {place}")
+    return found
 
 
 def _changed(kind: type[GraphrtError], name: str, expected: str, found: str) -> GraphrtError:
@@ -290,7 +366,7 @@ def _told(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return tuple(map(str, value)) if isinstance(value, dict) else value
     stride = value.stride() if value.layout is torch.strided else None
-    return value.dtype, value.device, tuple(value.shape), stride
+    return type(value), value.dtype, value.device, tuple(value.shape), stride
 
 
 def _methods(kind: type, traced: Collection[CodeType]) -> Iterator[tuple[str, object]]:
