@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch._dynamo import funcname_cache
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphrt import CompilationConfig, Facts, Reason, RuntimeConfig, break_point, resolve
 from graphrt.compile import Compiled
@@ -924,6 +925,83 @@ def test_autocast_around_a_splitting_op_is_refused_unless_it_changes_nothing():
         lab.runtime.capture()
         outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
         assert_equal(outputs, lab.eager(5, 2))
+
+
+class Sets(Formula):
+    """Sets something of torch, and puts it back."""
+
+    def __init__(self, function, new, old, *, is_around: bool) -> None:
+        super().__init__()
+        self.set, self.new, self.old, self.is_around = function, new, old, is_around
+
+    def forward(self, *, x, ids, lens):
+        hidden = x * 2
+        self.set(self.new)
+        if self.is_around:
+            hidden = torch.sigmoid(hidden)
+            self.set(self.old)
+        else:
+            hidden = hidden * 3
+            self.set(self.old)
+            hidden = torch.sigmoid(hidden)
+        return {"rows": hidden + ids[:, None], "lens": lens * 2}
+
+
+class LimitsAttention(Formula):
+    def between(self, hidden):
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.sigmoid(hidden)
+
+
+class SetsOnce(Formula):
+    def between(self, hidden):
+        torch.set_float32_matmul_precision("highest")
+        return hidden
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Sets(torch.set_default_dtype, torch.float64, torch.float32, is_around=True), "float64"),
+        (
+            Sets(torch.use_deterministic_algorithms, True, False, is_around=True),
+            r"deterministic_algorithms\(True",
+        ),
+        (LimitsAttention(), r"sdpa_kernel\(\['MATH'\]"),
+        (SetsOnce(), "highest"),
+    ],
+    ids=["dtype", "deterministic", "attention", "set once"],
+)
+def test_setting_of_torch_around_a_splitting_op_is_refused(model, told, backend):
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.get_default_dtype()
+    with pytest.raises(CompileError, match=told) as caught:
+        compiled(model=model, asked={"compilation": {"backend": backend}})
+    assert caught.value.source.startswith(__file__)
+    assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.get_default_dtype())
+
+
+def test_setting_of_torch_that_is_put_back_before_the_splitting_op_may_stay():
+    model = Sets(torch.set_float32_matmul_precision, "high", "highest", is_around=False)
+    with compiled(model=model) as lab:
+        lab.runtime.capture()
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert_equal(outputs, lab.eager(5, 2))
+
+
+class Infers(Formula):
+    @torch.inference_mode()
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_inference_mode_of_the_model_changes_no_piece(backend):
+    with compiled(model=Infers(), asked={"compilation": {"backend": backend}}) as lab:
+        assert not torch.is_inference_mode_enabled()
+        lab.runtime.capture()
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert_equal(outputs, Formula.forward(lab.model, **values(5, 2)))
 
 
 def test_part_of_two_runtimes_is_refused():

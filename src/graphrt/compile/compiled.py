@@ -356,6 +356,7 @@ class _Compilation:
         """Run the passes over the whole graph. Returns how many operations did nothing, and are
         gone."""
         plan, ops, num_noops = self._plan, self._owner._ops, 0
+        effects.drop_inference_mode(graph)
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
             if plan.pass_config.enable_noop:
                 num_noops = remove_noops(graph, ops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from types import FunctionType
@@ -28,6 +29,8 @@ _IN_PLACE = (
     "setitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 )
 _WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.split())
+
+_SETTING = re.compile(r"_?set_(?!grad_enabled).*|enable_.*|_sdpa_kernel")
 
 _MOST_COPIED_BYTES = 1 << 28
 
@@ -241,34 +244,66 @@ def refuse_hidden_reads(piece: Piece, readers: SplittingOps) -> None:
                 written[storage_of(value)] = node
 
 
+def drop_inference_mode(graph: fx.GraphModule) -> None:
+    """Take ``torch.inference_mode`` out of the graph: who runs it records no gradients anyway, and
+    one piece would enter what another one leaves."""
+    grad_mode = torch.autograd.grad_mode
+    for target in (grad_mode._exit_inference_mode, grad_mode._enter_inference_mode):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            graph.graph.erase_node(node)
+
+
 def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bool) -> None:
-    """Errors: ``CompileError`` where one of ``ops`` is called under an autocast or a transform of
-    functions that the model has entered: pieces before it enter and pieces behind it leave, so that
-    a replay, which runs no Python of theirs, calls it without. An autocast that changes nothing may
-    stay, unless that ``is_opaque``.
+    """Errors: ``CompileError`` where one of ``ops`` is called under an autocast, a transform of
+    functions or a setting of torch (``sdpa_kernel``) that the model has entered: pieces before it
+    enter and pieces behind it leave, so that a replay, which runs no Python of theirs, calls it
+    without. An autocast that changes nothing may stay, unless that ``is_opaque``.
     """
     entered: list[fx.Node] = []
+    settings = {node: _setting_of(node) for node in graph.graph.nodes if _is_setting(node)}
+    values: dict[Any, list[str]] = {}
+    for node, told in settings.items():
+        values.setdefault(node.target, []).append(told)
+    # A context puts back at last what was there. What is set once is not put back.
+    at_rest = {target: told[-1] for target, told in values.items() if len({*told}) > 1}
+    set_now: dict[Any, str] = {}
     for node in graph.graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             entered.append(node)
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             entered.remove(node.args[0])
+        elif node in settings:
+            set_now[node.target] = settings[node]
         else:
             around = [
                 f"autocast({kind!r}, {dtype}, enabled={is_on})"
                 for kind, dtype, is_on, *_ in (one.args for one in entered)
                 if is_opaque or is_on or torch.is_autocast_enabled(str(kind))
             ]
+            around += [told for target, told in set_now.items() if told != at_rest.get(target)]
             if any(is_of_transform(one.meta.get("example_value")) for one in node.all_input_nodes):
                 around.append("torch.vmap, or another transform of functions,")
             if around and ops.find(node) is not None:
                 raise CompileError(
                     f"{node.name} at {line_of(node)}",
-                    expected="a splitting op outside every autocast and torch.vmap of the model",
+                    expected="a splitting op outside every autocast, torch.vmap and setting of "
+                    "torch that the model enters",
                     found=f"{around[0]} around it",
                     do="enter it inside the operator, or around captures and steps",
                     source=line_of(node),
                 )
+
+
+def _is_setting(node: fx.Node) -> bool:
+    """Whether it sets something of the thread or process; not whether gradients are recorded."""
+    is_call = node.op == "call_function" and not node.users and "example_value" not in node.meta
+    return is_call and _SETTING.fullmatch(name_of(node)) is not None
+
+
+def _setting_of(node: fx.Node) -> str:
+    """The call as it is written."""
+    given = fx.node.map_arg(node.args, lambda one: one.args[0] if one.args else one)
+    return f"{name_of(node).strip('_')}{given!r}"
 
 
 def written_inputs(piece: Piece) -> dict[int, str]:
