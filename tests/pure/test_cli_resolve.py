@@ -86,7 +86,7 @@ def test_plan_of_compiling_is_told_where_something_compiles(
             "level": 3,
             "compile_ranges_endpoints": [8],
             "guard_policy": "keep",
-            "inductor_compile_config": {"max_autotune": True},
+            "inductor_compile_config": {"post_grad_fusion_options": {"a": {"b": [1]}}},
         },
         "attention_ops": ["llm::attention"],
     }
@@ -99,7 +99,9 @@ def test_plan_of_compiling_is_told_where_something_compiles(
         "ranges": [[1, 8], [9, 8192]],
         "sizes": [],
     }
-    assert answer["adjustments"][0]["to"] == {}
+    changed = answer["adjustments"][0]
+    asked = {"post_grad_fusion_options": {"a": {"b": [1]}}}
+    assert (changed["from"], changed["to"]) == (asked, {})
     assert "level 3, backend eager, cut at llm::attention" in run("resolve", write(config))[1]
 
 

@@ -61,8 +61,11 @@ FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
     "use_inductor_graph_partition": (None, (False, False), ["no", 0]),
     "inductor_compile_config": (
         {},
-        ({"a": (1, 2)}, {"a": [1, 2]}),
-        [[("a", 1)], {1: 2}, DEEP, {"a": CYCLE}, {"a": {1: 2, "1": 3}}, {"a": 10**6000}],
+        ({"a": [1, 2]}, {"a": (1, 2)}),
+        [
+            *([("a", 1)], {1: 2}, DEEP, {"a": CYCLE}, {"a": {1: 2, "1": 3}}, {"a": 10**6000}),
+            *({"a": float("inf")}, {"a": [float("nan")]}),
+        ],
     ),
     "inductor_passes": (
         {},
@@ -138,15 +141,22 @@ def test_option_that_is_no_json_is_neither_walked_nor_cached(value: object) -> N
 
 
 def test_mappings_are_copied_and_read_only() -> None:
-    mine = {"a": [1]}
+    inner: dict[str, Any] = {"x": [1]}
+    mine: dict[str, Any] = {"a": [1], "c": inner}
     config = CompilationConfig(inductor_compile_config=mine)
     mine["b"] = [2]
     mine["a"].append(2)
-    assert config.inductor_compile_config == {"a": [1]}
-    with pytest.raises(TypeError):
-        config.inductor_compile_config["b"] = 3  # type: ignore[index]
+    inner["y"] = 2
+    inner["x"].append(3)
+    options: Any = config.inductor_compile_config
+    assert options == {"a": (1,), "c": {"x": (1,)}}
+    for mapping in (options, options["c"]):
+        with pytest.raises(TypeError):
+            mapping["b"] = 3
+    assert json.loads(repr(config))["inductor_compile_config"] == {"a": [1], "c": {"x": [1]}}
+    assert CompilationConfig.from_json(repr(config)) == config
     assert pickle.loads(pickle.dumps(config)) == config
-    assert hash(config) == hash(CompilationConfig(inductor_compile_config={"a": [1]}))
+    assert hash(config) == hash(CompilationConfig(inductor_compile_config={"a": [1], "c": inner}))
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _of_key(mode: RuntimeMode, key: BatchDescriptor) -> dict[str, Any]:
 def plain(value: object) -> object:
     """``value`` for JSON: enums by name, tuples as lists."""
     if isinstance(value, Mapping):
-        return dict(value)
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, Enum):
         return value.name
-    return list(value) if isinstance(value, tuple) else value
+    return [plain(item) for item in value] if isinstance(value, tuple) else value

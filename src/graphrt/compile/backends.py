@@ -27,6 +27,7 @@ from graphrt.compile.partition import partitioned, refuse_own_cuts
 from graphrt.compile.ranges import Range
 from graphrt.compile.splitter import callable_at
 from graphrt.config import CompilePlan
+from graphrt.config.compilation import thawed
 from graphrt.config.environment import environment_variable
 from graphrt.errors import BackendError, ConfigError, GraphrtError, shown
 from graphrt.events import CacheMiss
@@ -189,7 +190,7 @@ class Inductor:
         return Form(call, found)
 
     def _compiled(self, job: Job) -> Any:
-        options = dict(self._plan.inductor_compile_config)
+        options = thawed(self._plan.inductor_compile_config)
         on_cpu = all(one.device.type == "cpu" for one in tensors_of(job.inputs))
         if job.sizes.is_static and not on_cpu:
             options = {"max_autotune": True, "coordinate_descent_tuning": True, **options}

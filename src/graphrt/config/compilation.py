@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -146,26 +147,35 @@ def _check_passes(passes: Mapping[str, Any]) -> FrozenMapping:
     return FrozenMapping(passes)
 
 
-def _copied(value: object, depth: int = 0) -> object:
-    """Mappings as dicts, tuples as the lists that JSON has, so that nothing is shared."""
+def _frozen(value: object, depth: int = 0) -> object:
+    """Lists and mappings as what nobody can change, because hashes are made of them."""
     if depth > _DEEPEST:
         raise ValueError(f"a mapping, nested at most {_DEEPEST} deep")
     if isinstance(value, Mapping):
         if depth and not all(isinstance(name, str) for name in value):
             raise ValueError("texts as the keys of a mapping inside it")
-        return {name: _copied(item, depth + 1) for name, item in value.items()}
+        return FrozenMapping({name: _frozen(item, depth + 1) for name, item in value.items()})
     if isinstance(value, list | tuple):
-        return [_copied(item, depth + 1) for item in value]
+        return tuple(_frozen(item, depth + 1) for item in value)
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError(f"numbers of at most {_MOST_BITS} bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("finite numbers: JSON has no others")
     return value
 
 
-def _as_dict(value: object) -> object:
-    return _copied(value) if isinstance(value, Mapping) else value
+def thawed(value: Any) -> Any:
+    """Mappings as dicts and tuples as lists, which JSON and Inductor ask for."""
+    if isinstance(value, FrozenMapping):
+        return {name: thawed(item) for name, item in value.items()}
+    return [thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
-_AsDict = BeforeValidator(_as_dict)
+def _freeze_mapping(value: object) -> object:
+    return _frozen(value) if isinstance(value, Mapping) else value
+
+
+_Freeze = BeforeValidator(_freeze_mapping)
 _Path = Annotated[Path | None, BeforeValidator(_as_path)]
 
 
@@ -186,7 +196,7 @@ def _not_default(config: Any) -> dict[str, object]:
         elif item.name == "inductor_passes":
             value = {n: v if isinstance(v, str) else _name_of(v) for n, v in value.items()}
         elif isinstance(value, Mapping):
-            value = {name: inner for name, inner in value.items() if _is_plain(inner)}
+            value = {name: thawed(inner) for name, inner in value.items() if _is_plain(inner)}
         told[item.name] = value
     return told
 
@@ -315,9 +325,9 @@ class CompilationConfig:
     guard_policy: Literal["audit", "keep"] = option("audit", "nothing_compiled")
     use_inductor_graph_partition: bool | None = option(None, "graph")
     inductor_compile_config: Annotated[
-        Mapping[str, Any], _AsDict, AfterValidator(FrozenMapping)
+        Mapping[str, Any], _Freeze, AfterValidator(FrozenMapping)
     ] = option(FrozenMapping({}), "graph")
-    inductor_passes: Annotated[Mapping[str, Any], _AsDict, AfterValidator(_check_passes)] = option(
+    inductor_passes: Annotated[Mapping[str, Any], _Freeze, AfterValidator(_check_passes)] = option(
         FrozenMapping({}), "graph"
     )
     pass_config: Annotated[PassConfig, from_mapping(PassConfig)] = option(PassConfig(), "graph")
