@@ -143,7 +143,12 @@ def test_backend_left_empty_follows_from_the_device(
         (0, {"backend": "inductor"}, ""),
         (0, {"guard_policy": "keep"}, "audit"),
         (0, {"dynamic_shapes": "backed"}, "auto"),
+        (0, {"debug_dump_path": Path("dump")}, None),
+        (0, {"cache_dir": Path("cache")}, None),
+        (0, {"splitting_ops": ()}, None),
         (1, {"guard_policy": "keep"}, "audit"),
+        (1, {"cache_dir": Path("cache")}, None),
+        (3, {"cache_dir": Path("cache")}, None),
         (2, {"use_inductor": False}, None),
         (2, {"use_inductor": True}, None),
         (2, {"inductor_compile_config": {"max_autotune": True}}, {}),
@@ -347,7 +352,8 @@ def test_cache_folder_is_the_first_one_named(environment: pytest.MonkeyPatch) ->
     assert plan(level=3).cache_dir == Path("/user/graphrt")
     environment.setenv("GRAPHRT_CACHE_DIR", "/own")
     assert plan(level=3).cache_dir == Path("/own")
-    assert plan(level=3, cache_dir="/mine").cache_dir == Path("/mine")
+    mine = plan(level=3, backend="inductor", cache_dir="/mine")
+    assert mine.cache_dir == Path("/mine")
     assert plan(level=3, compile_cache=False).cache_dir is None
     assert plan(level=0).cache_dir is None
 
@@ -359,8 +365,9 @@ def test_cache_folder_that_nobody_names_is_asked_for(
         raise RuntimeError("no home")
 
     environment.setattr("pathlib.Path.home", nowhere)
-    assert set(problems_of(level=3)) == {"cache_dir"}
-    assert plan(level=3, compile_cache=False).cache_dir is None
+    assert set(problems_of(level=3, backend="inductor")) == {"cache_dir"}
+    assert plan(level=3, backend="inductor", compile_cache=False).cache_dir is None
+    assert plan(level=3, backend="eager").cache_dir is None
 
 
 # --- The rest

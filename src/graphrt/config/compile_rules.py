@@ -135,11 +135,24 @@ def _backend(changes: Changes, level: CompilationLevel, facts: Facts) -> str:
             for name, default in (("dynamic_shapes", "auto"), ("guard_policy", "audit")):
                 if getattr(options, name) != default:
                     changes.set(name, default, f"{at} makes no trace that serves every size")
-    is_read = level >= CompilationLevel.DYNAMO_ONCE and backend == "inductor"
-    if options.inductor_compile_config and not is_read:
+    if level is CompilationLevel.NO_COMPILATION:
+        if options.debug_dump_path is not None:
+            changes.set("debug_dump_path", None, f"{at} compiles nothing that it could tell of")
+        if options.splitting_ops == ():
+            changes.set("splitting_ops", None, f"{at} cuts at break points: level 3 at operators")
+    if not _uses_inductor(level, backend):
         where = f"backend {backend!r} at {at}" if backend else at
-        changes.set("inductor_compile_config", {}, f"{where} compiles no piece with Inductor")
+        reason = f"{where} compiles no piece with Inductor"
+        if options.inductor_compile_config:
+            changes.set("inductor_compile_config", {}, reason)
+        if options.cache_dir is not None:
+            changes.set("cache_dir", None, f"{reason}, and keeps nothing")
     return backend
+
+
+def _uses_inductor(level: CompilationLevel, backend: str) -> bool:
+    """Whether pieces are compiled with its options, and kept in the cache."""
+    return level >= CompilationLevel.DYNAMO_ONCE and backend == "inductor"
 
 
 def _partition(changes: Changes, level: CompilationLevel, backend: str, facts: Facts) -> None:
@@ -216,12 +229,12 @@ def compile_plan(
     ranges: tuple[tuple[int, int | None], ...],
     sizes: tuple[int, ...],
 ) -> CompilePlan:
-    """Raises ``ConfigError`` where a cache is wanted and no folder is known."""
+    """Raises ``ConfigError`` where compiled code is to be kept and no folder is known."""
     options, level = changes.options, changes.level
     cache_dir = None
     if options.compile_cache and level is not CompilationLevel.NO_COMPILATION:
         cache_dir = options.cache_dir or environment.cache_dir
-        if cache_dir is None:
+        if cache_dir is None and _uses_inductor(level, changes.backend):
             accepted = "a path, GRAPHRT_CACHE_DIR, a home directory, or compile_cache=False"
             fail("cache_dir", "None", accepted)
     return CompilePlan(
