@@ -36,6 +36,21 @@ def bound(number: int) -> Callable[[Any], int]:
     return lambda graph: number
 
 
+class WithUuid:
+    def __init__(self, own: str | None) -> None:
+        self.own = own
+
+    def __call__(self, graph: Any) -> None: ...
+
+    def uuid(self) -> str | None:
+        return self.own
+
+
+class Raises(WithUuid):
+    def uuid(self) -> str | None:
+        raise RuntimeError("no such luck")
+
+
 DEEP: dict[str, Any] = {}
 DEEP["itself"] = DEEP
 CYCLE: list[Any] = []
@@ -64,13 +79,16 @@ FIELDS: dict[str, tuple[Any, tuple[Any, Any], list[Any]]] = {
         ({"a": [1, 2]}, {"a": (1, 2)}),
         [
             *([("a", 1)], {1: 2}, DEEP, {"a": CYCLE}, {"a": {1: 2, "1": 3}}, {"a": 10**6000}),
-            *({"a": float("inf")}, {"a": [float("nan")]}),
+            *({"a": float("inf")}, {"a": [float("nan")]}, {"a": Raises("1")}),
         ],
     ),
     "inductor_passes": (
         {},
         ({"a": "package.rewrite"}, {"a": "package.rewrite"}),
-        [{"a": "rewrite"}, {"a": 3}, {1: "a.b"}, ["a.b"], {"a": "a. b"}],
+        [
+            *({"a": "rewrite"}, {"a": 3}, {1: "a.b"}, ["a.b"], {"a": "a. b"}),
+            *({"a": WithUuid}, {"a": Raises("1")}),
+        ],
     ),
     "pass_config": (
         PassConfig(),
@@ -310,16 +328,6 @@ def test_hash_is_the_same_in_another_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == config.compute_hash()
-
-
-class WithUuid:
-    def __init__(self, own: str | None) -> None:
-        self.own = own
-
-    def __call__(self, graph: Any) -> None: ...
-
-    def uuid(self) -> str | None:
-        return self.own
 
 
 def hash_with(rewrite: Any) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
+import pickle
 import re
 import traceback
 import weakref
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -286,7 +288,7 @@ class HasBreakPoint(Formula):
 @pytest.mark.parametrize(
     ("kind", "error", "told"),
     [
-        (AssignsBuffer, SideEffectError, "steps"),
+        (AssignsBuffer, SideEffectError, "model.steps at"),
         (CountsCalls, SideEffectError, "model.calls"),
         (KeepsTensors, SideEffectError, "model.kept"),
         (BranchesOnValues, GraphBreakError, "Data-dependent"),
@@ -452,8 +454,9 @@ def test_changed_global_is_a_warning_and_in_the_report(monkeypatch):
             LOG.append(1)
             return hidden * LOG_SCALE
 
-    with pytest.warns(SideEffectWarning, match="LOG is changed at .*LOG.append"):
+    with pytest.warns(SideEffectWarning, match="LOG is changed at .*LOG.append") as caught:
         lab = compiled("NONE", Logs())
+    assert {os.path.basename(warning.filename) for warning in caught} == {"lab.py"}
     with lab:
         assert [name.rpartition(".")[2] for name in lab.runtime.report().compile.side_effects] == [
             "LOG"
@@ -752,6 +755,37 @@ def test_hook_of_all_modules_that_comes_after_the_trace_is_refused():
         finally:
             handle.remove()
         lab.runtime.check_externals()
+
+
+def test_report_of_compiled_code_can_be_copied_and_pickled():
+    with compiled("NONE") as lab:
+        report = lab.runtime.report()
+        assert deepcopy(report).compile == pickle.loads(pickle.dumps(report)).compile
+        assert deepcopy(report).missing == report.missing
+
+
+@dataclass
+class Rows:
+    x: torch.Tensor
+    note: str = "a" * 999
+
+
+def test_other_object_as_an_argument_is_told_briefly():
+    class Takes(torch.nn.Module):
+        def forward(self, rows):
+            return torch.sigmoid(rows.x)
+
+    class Gives(Outer):
+        def forward(self, *, x, ids, lens):
+            return {"rows": self.part(Rows(x)) + ids[:, None], "lens": lens * 2}
+
+    part = Takes()
+    with (
+        compiled("NONE", Gives(part), compile_part=part) as lab,
+        pytest.raises(ContractError, match="Rows") as caught,
+    ):
+        lab.step(5, 2)
+    assert len(caught.value.found) < 250
 
 
 def test_call_other_than_the_traced_one_is_refused():

@@ -13,13 +13,13 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from graphrt.config.checked import warn_user
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
@@ -122,11 +122,8 @@ class CompileCache:
                 unfinished.replace(path)
         except OSError as error:
             self._is_read_only = True
-            warnings.warn(
-                f"compilation.cache_dir: nothing is written to {self.root}: {error}",
-                ConfigWarning,
-                stacklevel=3,
-            )
+            text = f"compilation.cache_dir: nothing is written to {self.root}: {error}"
+            warn_user(ConfigWarning, text)
             return False
         return True
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from types import FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -62,7 +62,7 @@ class CompileReport(NamedTuple):
     pieces: tuple[PieceInfo, ...] = ()
     ranges: tuple[Range, ...] = ()
     """Sizes that each unique piece is compiled for."""
-    misses: Mapping[CacheMiss, int] = MappingProxyType({})
+    misses: Mapping[CacheMiss, int] = {}
     """Why these were not loaded from the cache."""
     num_loaded: int = 0
     """Compiled forms that came from the cache."""

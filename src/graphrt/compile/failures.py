@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from traceback import FrameSummary
 from typing import Any
@@ -19,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from graphrt.compile import torch_api
 from graphrt.compile.guards import as_written
+from graphrt.config.checked import warn_user
 from graphrt.errors import (
     BreakError,
     CompileError,
@@ -174,14 +174,11 @@ def refuse_side_effects() -> tuple[str, ...]:
         stacks = effects.mutation_user_stacks.get(variable, ())
         line = next(filter(None, map(_user_line, reversed(stacks))), Source())
         at = f" at {line.with_text}" if line else ""
-        subject = f"{as_written(source.name)}{attributes}"
+        subject = as_written(f"{source.name}{attributes}{_changed_key(variable)}")
         if is_global:
             changed.append(subject)
-            warnings.warn(
-                f"{subject} is changed{at}: this happens in eager runs, and in no replay",
-                SideEffectWarning,
-                stacklevel=2,
-            )
+            text = f"{subject} is changed{at}: this happens in eager runs, and in no replay"
+            warn_user(SideEffectWarning, text)
             continue
         raise SideEffectError(
             f"{subject}{at}",
@@ -191,6 +188,16 @@ def refuse_side_effects() -> tuple[str, ...]:
             source=str(line),
         )
     return tuple(changed)
+
+
+def _changed_key(variable: Any) -> str:
+    """Of a dictionary of buffers, parameters or modules, which are attributes as a user sees it."""
+    before = getattr(variable, "original_items", {})
+    if not variable.source.name.endswith(("._buffers", "._parameters", "._modules")):
+        return ""
+    now = variable.items.items()
+    changed = [key.vt.as_python_constant() for key, value in now if before.get(key) is not value]
+    return f"[{changed[0]!r}]" if changed else ""
 
 
 def _is_put_back(variable: Any, stored: Mapping[str, Any]) -> bool:

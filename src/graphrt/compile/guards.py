@@ -109,7 +109,7 @@ class Contract:
             elif leaf is not expected and not (
                 isinstance(expected, _HOST) and type(leaf) is type(expected) and leaf == expected
             ):
-                raise _breach(name, repr(expected), repr(leaf))
+                raise _breach(name, shown(expected), shown(leaf))
         now = environment(self._device_type)
         if now != self._environment:
             mode = next(mode for mode, value in self._environment.items() if now[mode] != value)

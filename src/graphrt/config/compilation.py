@@ -144,6 +144,9 @@ def _check_passes(passes: Mapping[str, Any]) -> FrozenMapping:
         is_path = isinstance(value, str) and "." in value and _DOTTED.fullmatch(value)
         if not (is_path or callable(value)):
             raise ValueError("callable or 'package.module.name'")
+        if isinstance(value, type):
+            raise ValueError("an object of the class: a pass is called with the graph")
+        _check_uuid(value)
     return FrozenMapping(passes)
 
 
@@ -161,7 +164,18 @@ def _frozen(value: object, depth: int = 0) -> object:
         raise ValueError(f"numbers of at most {_MOST_BITS} bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("finite numbers: JSON has no others")
+    _check_uuid(value)
     return value
+
+
+def _check_uuid(value: object) -> None:
+    """Now, because hashes are made where nobody expects that a user's code runs."""
+    uuid = getattr(value, "uuid", None)
+    if callable(uuid):
+        try:
+            uuid()
+        except Exception as error:
+            raise ValueError(f"one whose uuid() does not raise {type(error).__name__}") from error
 
 
 def thawed(value: Any) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from time import perf_counter_ns
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
 
 import torch
@@ -851,10 +850,10 @@ class CUDAGraphRunner:
         return RunnerReport(
             device=self.device.name,
             graphs=captured_graphs(entries, self._space.axis_sizes, counted),
-            missing=MappingProxyType(self.missing()),
-            failures=MappingProxyType({**failures, **self.split_failure}),
-            misses=MappingProxyType({why: found.copy() for why, found in self._misses.items()}),
-            largest=MappingProxyType(self._keys.largest()),
+            missing=dict(self.missing()),
+            failures={**failures, **self.split_failure},
+            misses={why: found.copy() for why, found in self._misses.items()},
+            largest=dict(self._keys.largest()),
             capture_seconds=self._captures.seconds,
             missing_seconds=sum(e.seconds.total for e in entries if e.program is None),
             graph_bytes=self.library.charged_bytes,

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter_ns
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -558,7 +557,7 @@ class Runtime:
         found = self.runner.report()
         known = {item.name: getattr(found, item.name) for item in fields(found)}
         compiled = None if self._compiled is None else self._compiled.report
-        times = MappingProxyType({} if self._split is None else dict(self._split.times_ms))
+        times = {} if self._split is None else dict(self._split.times_ms)
         return RuntimeReport(resolved=self.resolved, compile=compiled, split_ms=times, **known)
 
     def _trace(
