@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from graphrt.errors import (
     CompileError,
     ConfigError,
     ContractError,
+    GraphBreakError,
     SplittingOpError,
     StateAdvancedError,
 )
@@ -667,11 +669,53 @@ def test_dump_tells_what_was_traced_cut_and_compiled(tmp_path):
     assert "tanh" in told["piece_0.before.py"]
     assert "tanh" in told["dynamo.py"]
     assert told["split.py"].count("captured") == 5
+    assert json.loads(told["passes.json"])["remove_noops"] == {"removed": 0}
     assert json.loads(told["report.json"])["num_compiles"] == 3
     assert json.loads(told["guards.json"])["compared"]
     with pytest.raises(BackendError):
         compile_alone(chain(Layers()), backend=f"{__name__}.failing", debug_dump_path=tmp_path)
-    assert (tmp_path / "rank_0" / "model_2" / "dynamo.py").exists()
+    third = tmp_path / "rank_0" / "model_2"
+    assert (third / "dynamo.py").exists()
+    assert "no such luck" in json.loads((third / "report.json").read_text())["error"]
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_dump_of_a_trace_that_fails_names_the_line(tmp_path, level):
+    ops = ["torch.sigmoid"] if level == 3 else None
+    with pytest.raises(GraphBreakError):
+        compile_alone(chain(Broken()), level=level, splitting_ops=ops, debug_dump_path=tmp_path)
+    told = json.loads((tmp_path / "rank_0" / "model_0" / "report.json").read_text())
+    assert told["error"].startswith("GraphBreakError")
+    assert "test_compile_backends" in told["error"]
+
+
+def test_dump_has_the_graph_after_each_pass_that_changed_it(tmp_path):
+    def model(x):
+        return torch.sigmoid(x.view(x.shape)) * 2
+
+    compile_alone(model, backend="eager", debug_dump_path=tmp_path)
+    folder = tmp_path / "rank_0" / "model_0"
+    has_view = [
+        any("view" in line and "#" not in line for line in path.read_text().splitlines())
+        for path in (folder / "dynamo.py", folder / "dynamo.1_remove_noops.py")
+    ]
+    assert has_view == [True, False]
+    assert not (folder / "dynamo.2_share_masks.py").exists()
+    told = json.loads((folder / "passes.json").read_text())
+    assert told == {"remove_noops": {"removed": 1}, "share_masks": {"added": 0}}
+
+
+@pytest.mark.parametrize("backend", [COUNTING, f"{__name__}.failing"])
+def test_dump_of_level_1_has_graphs_and_a_report(tmp_path, backend):
+    options = CompilationConfig(level=1, backend=backend, debug_dump_path=tmp_path)
+    stock = Stock(chain(Broken()), resolve(RuntimeConfig(compilation=options)).compile)
+    is_failing = backend.endswith("failing")
+    with pytest.raises(BackendError) if is_failing else nullcontext():
+        stock(torch.ones(5, WIDTH))
+    folder = tmp_path / "rank_0" / "model_0"
+    told = json.loads((folder / "report.json").read_text())
+    assert (folder / "graph_0.py").exists()
+    assert "no such luck" in told["error"] if is_failing else told["num_compiles"] == len(CALLS) > 0
 
 
 def test_dump_that_cannot_be_written_is_named(tmp_path):

@@ -194,7 +194,11 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._varying is not None:
-            return self._first_call(args, kwargs)
+            try:
+                return self._first_call(args, kwargs)
+            except Exception as error:
+                self._dump.failed(error, self._compiler.keys)
+                raise
         trace = self._traces.get(_NO_AXES)
         if self.is_backed and self._traces:
             ones, trace = next(iter(self._traces.items()))
@@ -355,12 +359,18 @@ class _Compilation:
     def _tidy(self, graph: fx.GraphModule) -> int:
         """Run the passes over the whole graph. Returns how many operations did nothing, and are
         gone."""
-        plan, ops, num_noops = self._plan, self._owner._ops, 0
+        plan, ops, num_noops, num_added = self._plan, self._owner._ops, 0, 0
+        dump = self._owner._dump
         effects.drop_inference_mode(graph)
         if plan.level == 3 and plan.backend in ("eager", "inductor"):
-            if plan.pass_config.enable_noop:
-                num_noops = remove_noops(graph, ops)
+            if plan.pass_config.enable_noop and (num_noops := remove_noops(graph, ops)):
+                dump.graph("dynamo.1_remove_noops.py", graph)
+            before = len(graph.graph.nodes)
             share_masks(graph, ops)
+            if num_added := len(graph.graph.nodes) - before:
+                dump.graph("dynamo.2_share_masks.py", graph)
+        told = {"remove_noops": {"removed": num_noops}, "share_masks": {"added": num_added}}
+        dump.json("passes.json", lambda: told)
         return num_noops
 
     def _cut(self, graph: fx.GraphModule, symbols: Symbols) -> tuple[list[Piece], tuple[str, ...]]:

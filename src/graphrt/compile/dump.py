@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.splitter import Piece
-from graphrt.errors import ConfigError
+from graphrt.errors import ConfigError, text_of
 
 
 class Dump:
@@ -48,6 +48,11 @@ class Dump:
 
     def json(self, name: str, value: Callable[[], Any]) -> None:
         self.write(name, lambda: json.dumps(value(), indent=1, default=str) + "\n")
+
+    def failed(self, error: Exception, asked: Sequence[object] = ()) -> None:
+        """Why nothing more was compiled, and which keys were asked for in the cache until then."""
+        self.json("cache.json", lambda: {"asked": asked})
+        self.json("report.json", lambda: {"error": f"{type(error).__name__}: {text_of(error)}"})
 
     def pieces(self, pieces: Sequence[Piece]) -> None:
         """A line for each piece, and the code of each that is compiled, alike ones once."""

@@ -94,7 +94,9 @@ class Stock:
         try:
             return self._entry(*args, **kwargs)
         except OF_TRACING as error:
-            raise translated(error) from error
+            stop = translated(error)
+            self._dump.failed(stop)
+            raise stop from error
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         # A copied model would keep this one, which runs the parameters of the first.
@@ -115,4 +117,6 @@ class Stock:
         self._seconds += perf_counter() - began
         compile_id: Any = CompileContext.current_compile_id()
         self._frames.append(compile_id.frame_compile_id or 0)
+        if (report := self.report) is not None:
+            self._dump.json("report.json", report._asdict)
         return compiled
