@@ -17,7 +17,7 @@ from graphrt.errors import (
     RecompileError,
     ShapeGuardError,
 )
-from lab import WIDTH, RuntimeLab, assert_equal, values
+from lab import MAX_TOKENS, WIDTH, RuntimeLab, assert_equal, values
 
 
 class Branches(torch.nn.Module):
@@ -82,6 +82,18 @@ def test_slice_of_the_axis_is_traced_unbacked_or_else_backed():
 def test_branch_is_refused_where_sizes_are_unbacked():
     with pytest.raises(ShapeGuardError, match="the line"):
         lab_of(Branches(), dynamic_shapes="unbacked")
+
+
+class Adds(Branches):
+    def forward(self, *, x, ids, lens):
+        rows = torch.sigmoid(x) + torch.ones(MAX_TOKENS // 2, WIDTH)  # the line
+        return {"rows": rows + ids[:, None], "lens": lens * 2}
+
+
+def test_size_that_the_code_fixes_names_its_line_and_nothing_is_logged(capfd):
+    with pytest.raises(ShapeGuardError, match="the line"):
+        lab_of(Adds(), dynamic_shapes="backed")
+    assert "Error while creating guard" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("model", [Branches(5), Branches(13), Compares()])

@@ -84,8 +84,8 @@ def translated(error: Exception) -> GraphrtError:
     if isinstance(error, ConstraintViolationError) or "Constraints violated" in first:
         # Of a size that became a number, where that was is told as text, once for each dimension.
         why, _, stack = (rest.strip() or first).partition("\n\nUser stack:")
-        where = str(source or _source_in(stack.partition("\n\n")[0]))
-        return shape_guard(at or (where and f" at {where}"), why, where)
+        line = source or _source_in(stack.partition("\n\n")[0])
+        return shape_guard(f" at {line.with_text}" if line else "", why, str(line))
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
             f"graph break{at}",

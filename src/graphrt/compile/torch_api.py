@@ -16,6 +16,7 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
+from logging import CRITICAL, Logger
 from pathlib import Path
 from traceback import FrameSummary, walk_tb
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -149,8 +150,10 @@ def traced(
     no_lines = _replaced(guards, "get_verbose_code_part", lambda code, _: code)
     # The line of a branch on a size, of whose path torch leaves out what its own begins with.
     lines = _replaced(symbolic_shapes, "format_frame", _line_of)
+    # Of a guard that refuses the trace torch logs a page, beside the error that is translated.
+    quiet = _replaced(torch._guards, "log", Logger("graphrt.unheard", CRITICAL + 1))
     try:
-        with dynamo_config.patch(options), no_names, no_others, no_lines, lines:
+        with dynamo_config.patch(options), no_names, no_others, no_lines, lines, quiet:
             results = entry(*args, **kwargs)
     except RuntimeError as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)
