@@ -422,6 +422,40 @@ def test_function_given_for_attention_gets_the_mask_itself():
     assert set(given) == {torch.bool}
 
 
+def as_double(x):
+    return torch.sigmoid(x).double()
+
+
+def turned_around(x):
+    return torch.sigmoid(x).t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (as_double, r"float64"),
+        (lambda x: torch.sigmoid(x)[:, :2], r"shape \(\d+, 2\)"),
+        (lambda x: torch.sigmoid(x)[None], r"shape \(1, "),
+        (lambda x: None, "NoneType"),
+        (lambda x: (torch.sigmoid(x), x), "2"),
+        (lambda x: torch.sigmoid(x).to("meta"), "meta"),
+        (turned_around, r"strides \(1, "),
+    ],
+    ids=["dtype", "size", "rank", "none", "two", "device", "strides"],
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_function_given_for_an_op_that_returns_something_else_is_refused(function, told, backend):
+    asked = {"compilation": {"backend": backend}}
+    options = {"asked": asked, "ops": ["aten::sigmoid"], "op_impls": {"aten::sigmoid": function}}
+    if function is turned_around and backend == "eager":
+        # Operator by operator, any strides are right.
+        with compiled("NONE", **options) as lab:
+            assert_equal(lab.step(5, 2), Formula()(**values(5, 2)))
+        return
+    with pytest.raises(ContractError, match=rf"aten::sigmoid(.|\n)*found: .*{told}"):
+        compiled("NONE", **options)
+
+
 def test_code_without_operations_is_refused():
     plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=3, splitting_ops=()))).compile
     one, x = Compiled(lambda x: (x, x), plan, limits={"tokens": 8}), torch.ones(4, 2)

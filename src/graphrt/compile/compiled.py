@@ -420,8 +420,13 @@ class _Compilation:
                 if self._owner.is_opaque:
                     describe = partial(described, effects.written_inputs(piece))
                     info = info._replace(is_opaque=True, describe=describe)
-            elif (written := effects.written_inputs(piece)) and not piece.is_plain:
-                call = effects.noting_writes(call, partial(_at, [*written]))
+            else:
+                if (written := effects.written_inputs(piece)) and not piece.is_plain:
+                    call = effects.noting_writes(call, partial(_at, [*written]))
+                if any(self._owner._ops.impl_of(node) is not None for node in piece.nodes):
+                    traced = tuple(node.meta.get("example_value") for node in piece.outputs)
+                    is_opaque = self._owner.is_opaque
+                    call = effects.checking_results(call, piece.name, traced, is_opaque)
             calls.append(self._owner._wrap(call, info))
             # A report is kept for long; what it needs of a piece is a few words.
             self.infos.append(info._replace(describe=None))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.printers import PythonPrinter
 
 from graphrt.compile import splitter
@@ -23,7 +24,7 @@ from graphrt.compile.failures import line_of
 from graphrt.compile.ranges import sizes_of
 from graphrt.compile.splitter import Described, Piece, SplittingOps, name_of, operator_of
 from graphrt.device.torch_modes import hidden_writes
-from graphrt.errors import CompileError
+from graphrt.errors import CompileError, ContractError
 
 _IN_PLACE = (
     "setitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
@@ -201,6 +202,57 @@ def with_layouts(call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
         return results
 
     return with_strides
+
+
+def checking_results(
+    call: Callable[..., Any], name: str, traced: Any, is_opaque: bool
+) -> Callable[..., Any]:
+    """``call``, which has to return what was ``traced`` but for sizes that vary: what follows is
+    compiled for that. Strides too, if that ``is_opaque``.
+
+    Errors: ``ContractError``. ``name``: of the function, for these.
+    """
+    wanted = tree_leaves(traced)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        found = tree_leaves(results)
+        if len(found) != len(wanted):
+            raise _other_result(name, f"{len(wanted)} results", f"{len(found)}")
+        for expected, result in zip(wanted, found, strict=True):
+            if isinstance(expected, torch.Tensor) and not _is_like(expected, result, is_opaque):
+                raise _other_result(name, _text_of(expected), _text_of(result))
+        return results
+
+    return run
+
+
+def _is_like(expected: torch.Tensor, found: Any, is_opaque: bool) -> bool:
+    if not isinstance(found, torch.Tensor) or found.dim() != expected.dim():
+        return False
+    expected_layout: tuple[Any, ...] = (expected.shape, expected.stride())
+    layout = zip(found.shape, found.stride(), *expected_layout, strict=True)
+    return (found.dtype, found.device) == (expected.dtype, expected.device) and all(
+        (isinstance(wanted, torch.SymInt) or size == wanted)
+        and (isinstance(step, torch.SymInt) or stride == step or size < 2 or not is_opaque)
+        for size, stride, wanted, step in layout
+    )
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    sizes, strides = (", ".join(map(str, each)) for each in (value.shape, value.stride()))
+    return f"{value.dtype} of shape ({sizes}), strides ({strides}), on {value.device}"
+
+
+def _other_result(name: str, expected: str, found: str) -> ContractError:
+    return ContractError(
+        f"what is called for {name}",
+        expected=f"results as the operator's in the trace: {expected}",
+        found=found,
+        do="let the function in op_impls return what the operator returns",
+    )
 
 
 def noting_writes(

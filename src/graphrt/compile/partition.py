@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphrt.compile import torch_api
-from graphrt.compile.effects import noting_writes, written_among
+from graphrt.compile.effects import checking_results, noting_writes, written_among
 from graphrt.compile.failures import line_of
 from graphrt.compile.splitter import FIELD, PieceInfo, SplittingOps, Wrap, operator_of
 from graphrt.errors import CompileError, ConfigError, SplittingOpError
@@ -59,6 +59,8 @@ class Cuts:
                 call = ops.call_of(node, True) or op
                 if not is_plain and op._schema.is_mutable:
                     call = noting_writes(call, partial(_declared, op))
+                if ops.impl_of(node) is not None:
+                    call = checking_results(call, title, node.meta.get("example_value"), True)
                 call = wrap(call, info)
                 self._at[op] = call, info, line_of(node)
 
