@@ -456,6 +456,33 @@ def test_function_given_for_an_op_that_returns_something_else_is_refused(functio
         compiled("NONE", **options)
 
 
+class Conjugates(Formula):
+    """A view that is conjugated when it is read, and its imaginary part, which is negated then."""
+
+    def __init__(self, *, is_resolved: bool) -> None:
+        super().__init__()
+        self.is_resolved = is_resolved
+
+    def between(self, hidden):
+        turned = torch.complex(hidden, hidden * 2).conj()
+        if self.is_resolved:
+            turned = turned.resolve_conj()
+        return torch.sigmoid(hidden) + turned.imag
+
+
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_tensor_that_is_conjugated_when_read_does_not_leave_compiled_code(is_resolved):
+    model, asked = Conjugates(is_resolved=is_resolved), {"compilation": {"backend": "aot_eager"}}
+    if not is_resolved:
+        with pytest.raises(CompileError, match="resolve_conj") as caught:
+            compiled("NONE", model, asked=asked)
+        assert caught.value.source.startswith(__file__)
+        asked = {}
+    with compiled("NONE", model, asked=asked) as lab, torch.no_grad():
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        assert_equal(outputs, Conjugates(is_resolved=True)(**values(5, 2)))
+
+
 def test_code_without_operations_is_refused():
     plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=3, splitting_ops=()))).compile
     one, x = Compiled(lambda x: (x, x), plan, limits={"tokens": 8}), torch.ones(4, 2)
@@ -835,6 +862,7 @@ def test_call_other_than_the_traced_one_is_refused():
                 ("x", good["x"].t().contiguous().t(), "layout of argument 'x'"),
                 ("ids", good["ids"][:4], "5 tokens, as dimension 0 of argument 'x' has"),
                 ("lens", torch.zeros(MAX_REQS + 1, dtype=torch.int64), "1 to 4 requests"),
+                ("x", good["x"]._neg_view(), "is_neg True"),
                 ("lens", 3, "a tensor"),
             ):
                 with pytest.raises(ContractError, match=told):

@@ -383,6 +383,7 @@ class _Compilation:
         effects.refuse_open_contexts(graph, ops, is_opaque)
         if is_opaque:
             effects.refuse_shared_writes(pieces)
+            effects.refuse_unresolved(pieces)
             for piece in _captured(pieces):
                 for readers in (owner._attention, *([ops] if by_inductor else [])):
                     effects.refuse_hidden_reads(piece, readers)

@@ -44,6 +44,8 @@ class _Tensor(NamedTuple):
     sizes: tuple[int | str, ...]
     stride: tuple[int, ...] | None
     """None: contiguous."""
+    is_lazy: tuple[bool, bool]
+    """Whether it is conjugated, and negated, when it is read."""
 
 
 class Contract:
@@ -64,6 +66,7 @@ class Contract:
                 leaf.device,
                 tuple(axes.get(id(leaf), {}).get(dim, n) for dim, n in enumerate(leaf.shape)),
                 None if leaf.is_contiguous() else leaf.stride(),
+                (leaf.is_conj(), leaf.is_neg()),
             )
             if isinstance(leaf, torch.Tensor)
             else leaf
@@ -157,6 +160,12 @@ class Contract:
             raise _breach(f"layout of {name}", "contiguous", f"strides {leaf.stride()}")
         if expected.stride not in (None, leaf.stride()):
             raise _breach(f"strides of {name}", str(expected.stride), str(leaf.stride()))
+        if (is_lazy := (leaf.is_conj(), leaf.is_neg())) != expected.is_lazy:
+            told = (
+                f"is_conj {is_conj}, is_neg {is_neg}"
+                for is_conj, is_neg in (expected.is_lazy, is_lazy)
+            )
+            raise _breach(f"bits of {name}", *told)
 
 
 def _is_flat(args: Any, kwargs: Any) -> bool:
@@ -366,7 +375,8 @@ def _told(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return tuple(map(str, value)) if isinstance(value, dict) else value
     stride = value.stride() if value.layout is torch.strided else None
-    return type(value), value.dtype, value.device, tuple(value.shape), stride
+    bits = value.is_conj(), value.is_neg()
+    return type(value), value.dtype, value.device, tuple(value.shape), stride, bits
 
 
 def _methods(kind: type, traced: Collection[CodeType]) -> Iterator[tuple[str, object]]:
