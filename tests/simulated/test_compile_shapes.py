@@ -12,6 +12,7 @@ from torch._dynamo import exc
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, torch_api
 from graphrt.errors import (
+    CompileError,
     ContractError,
     GraphBreakError,
     GuardAuditError,
@@ -259,6 +260,41 @@ def test_method_replaced_after_the_trace_is_caught_by_either_policy(
             lab.runtime.check_externals()
         monkeypatch.undo()
         lab.runtime.check_externals()
+
+
+class DecodesOnly(torch.nn.Module):
+    """Takes as many requests as tokens."""
+
+    def forward(self, *, x, ids, lens):
+        rows = torch.sigmoid(x * 2) + lens[:, None]
+        return {"rows": rows + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.parametrize(
+    ("level", "marking"), [(1, "auto"), (2, "auto"), (3, "auto"), (3, "backed")]
+)
+def test_model_of_decode_steps_alone_is_traced_with_one_axis(level, marking):
+    shapes = {} if level == 1 else {"dynamic_shapes": marking}
+    ops = {"splitting_ops": ["torch.sigmoid"]} if level == 3 else {}
+    asked = {"compilation": {"level": level, **shapes, **ops}}
+    with RuntimeLab("FULL_DECODE_ONLY", model=DecodesOnly(), asked=asked) as lab:
+        lab.runtime.capture()
+        for number in (1, 2, 3, 4):
+            outputs = {k: v.clone() for k, v in lab.step(number, number, True).items()}
+            with torch.no_grad():
+                assert_equal(outputs, DecodesOnly()(**values(number, number)))
+        if level > 1:
+            with pytest.raises(ContractError, match="as dimension 0 of argument"):
+                lab.step(6, 3)
+
+
+def test_model_that_fails_with_any_sizes_raises_its_own_error():
+    class Fails(DecodesOnly):
+        def forward(self, **inputs):
+            return super().forward(**inputs)["rows"] @ torch.ones(3, 3)
+
+    with pytest.raises(CompileError, match="reduction dim"):
+        lab_of(Fails(), "FULL_DECODE_ONLY")
 
 
 class Kind(type):

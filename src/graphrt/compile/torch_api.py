@@ -46,6 +46,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._library.custom_ops import OPDEFS
 from torch._library.simple_registry import singleton
+from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -150,10 +151,19 @@ def traced(
     no_lines = _replaced(guards, "get_verbose_code_part", lambda code, _: code)
     # The line of a branch on a size, of whose path torch leaves out what its own begins with.
     lines = _replaced(symbolic_shapes, "format_frame", _line_of)
-    # Of a guard that refuses the trace torch logs a page, beside the error that is translated.
-    quiet = _replaced(torch._guards, "log", Logger("graphrt.unheard", CRITICAL + 1))
+    # Of what refuses the trace torch logs a page, beside the error that is translated.
+    unheard = Logger("graphrt.unheard", CRITICAL + 1)
+    no_pages = [_replaced(one, "log", unheard) for one in (torch._guards, fake_tensor)]
     try:
-        with dynamo_config.patch(options), no_names, no_others, no_lines, lines, quiet:
+        with (
+            dynamo_config.patch(options),
+            no_names,
+            no_others,
+            no_lines,
+            lines,
+            no_pages[0],
+            no_pages[1],
+        ):
             results = entry(*args, **kwargs)
     except RuntimeError as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)

@@ -5,8 +5,8 @@ Imported where something is compiled only: it loads the compiler, which takes se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,16 @@ from graphrt.batch import REQUESTS, TOKENS
 from graphrt.compile import Compiled, CompileReport, PieceInfo, Stock
 from graphrt.config import CompilationLevel, Resolved
 from graphrt.device.base import Device
-from graphrt.errors import CompileDuringCaptureError, ConfigError
+from graphrt.errors import CompileDuringCaptureError, CompileError, ConfigError, GraphrtError
 from graphrt.events import Event, Invalidated, Observer
 from graphrt.gc_pause import gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
 from graphrt.runner.executor import Inputs
+
+Varying = Sequence[tuple[torch.Tensor, int, str]]
+"""Tensor, dimension, axis."""
 
 
 class CompiledPart:
@@ -109,18 +112,43 @@ class CompiledPart:
     ) -> None:
         """Compile, in an eager run, before the first step and before what the model remembers on
         the host is noted: traces leave things there."""
-        tokens, requests, code = sizes[TOKENS], sizes[REQUESTS], self._code
-        if tokens == requests > 2 and like is None:
-            # Of two sizes that are equal a trace would make one.
-            requests -= 1
+        tokens, requests = sizes[TOKENS], sizes[REQUESTS]
         # A trace makes so many objects, most of which live on, that collections take long.
         refused = break_points_refused() if self._is_whole else nullcontext()
         with gc_paused(collects=False, ages=True), refused:
-            runner.trace({TOKENS: tokens, REQUESTS: requests}, code.trace, like)
-            if code.is_backed and requests > 1 and self._has_both_axes:
-                runner.trace({TOKENS: tokens, REQUESTS: 1}, code.trace)
-            if code.is_backed and tokens > 1:
-                runner.trace({TOKENS: 1, REQUESTS: 1}, code.trace)
+            if not self._is_whole or tokens != requests or tokens <= 2 or like is not None:
+                self._trace(runner, tokens, requests, like)
+                return
+            try:
+                # Of two sizes that are equal a trace would make one.
+                self._trace(runner, tokens, requests - 1)
+            except Exception as error:
+                if isinstance(error, GraphrtError) and type(error) is not CompileError:
+                    raise
+                # A model of decode steps alone takes as many requests as tokens: one axis.
+                with suppress(Exception):
+                    self._trace(runner, tokens, tokens, as_one_axis=True)
+                    return
+                raise
+
+    def _trace(
+        self,
+        runner: CUDAGraphRunner,
+        tokens: int,
+        requests: int,
+        like: Example | Mapping[str, torch.Tensor] | None = None,
+        *,
+        as_one_axis: bool = False,
+    ) -> None:
+        def trace(run: Callable[[], Any], varying: Varying) -> None:
+            code.trace(run, [(x, dim, TOKENS) for x, dim, _ in varying] if as_one_axis else varying)
+
+        code = self._code
+        runner.trace({TOKENS: tokens, REQUESTS: requests}, trace, like)
+        if code.is_backed and requests > 1 and self._has_both_axes and not as_one_axis:
+            runner.trace({TOKENS: tokens, REQUESTS: 1}, trace)
+        if code.is_backed and tokens > 1:
+            runner.trace({TOKENS: 1, REQUESTS: 1}, trace)
 
     def audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
