@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from types import FunctionType
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -481,6 +482,27 @@ def test_tensor_that_is_conjugated_when_read_does_not_leave_compiled_code(is_res
     with compiled("NONE", model, asked=asked) as lab, torch.no_grad():
         outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
         assert_equal(outputs, Conjugates(is_resolved=True)(**values(5, 2)))
+
+
+TABLE = numpy.full(WIDTH, 2.0, dtype=numpy.float32)
+
+
+class ReadsArray(Formula):
+    def between(self, hidden):
+        return hidden * torch.from_numpy(TABLE)
+
+
+def test_array_of_numpy_is_read_anew_and_compared_as_a_tensor(monkeypatch):
+    with compiled("NONE", ReadsArray()) as lab:
+        lab.runtime.check_externals()
+        monkeypatch.setattr(f"{__name__}.TABLE", TABLE * 2)
+        outputs = {name: value.clone() for name, value in lab.step(5, 2).items()}
+        with torch.no_grad():
+            assert_equal(outputs, ReadsArray()(**values(5, 2)))
+        lab.runtime.check_externals()
+        monkeypatch.setattr(f"{__name__}.TABLE", TABLE.astype(numpy.float64))
+        with pytest.raises(GuardAuditError, match="TABLE"):
+            lab.runtime.check_externals()
 
 
 def test_code_without_operations_is_refused():

@@ -239,7 +239,8 @@ class Audit:
         """Made when the trace is compiled."""
         self._scope = {**scope, **contract.scope}
         self._by_contract = contract.compared
-        self._globals = {"G": globals_}
+        # Guards name an array of NumPy as the tensor that the trace has in its place.
+        self._globals = {"G": globals_, "___from_numpy": torch.as_tensor}
         self.kept: list[tuple[str, str, object]] = []
         """Kind, expression and value. Of what guards know by its id, which is its own only while
         it lives; of no tensor."""

@@ -153,17 +153,10 @@ def traced(
     lines = _replaced(symbolic_shapes, "format_frame", _line_of)
     # Of what refuses the trace torch logs a page, beside the error that is translated.
     unheard = Logger("graphrt.unheard", CRITICAL + 1)
-    no_pages = [_replaced(one, "log", unheard) for one in (torch._guards, fake_tensor)]
+    no_page = _replaced(torch._guards, "log", unheard)
+    no_stack = _replaced(fake_tensor, "log", unheard)
     try:
-        with (
-            dynamo_config.patch(options),
-            no_names,
-            no_others,
-            no_lines,
-            lines,
-            no_pages[0],
-            no_pages[1],
-        ):
+        with dynamo_config.patch(options), no_names, no_others, no_lines, lines, no_page, no_stack:
             results = entry(*args, **kwargs)
     except RuntimeError as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)
