@@ -297,6 +297,49 @@ def test_model_that_fails_with_any_sizes_raises_its_own_error():
         lab_of(Fails(), "FULL_DECODE_ONLY")
 
 
+class TakesComputed(torch.nn.Module):
+    def forward(self, hidden, factors, table):
+        return torch.sigmoid(hidden * 2) @ table, factors * 3
+
+
+class Computes(torch.nn.Module):
+    """Computes the arguments of its part: one size is that of tokens, in every run."""
+
+    def __init__(self, length=None):
+        super().__init__()
+        self.part, self.length = TakesComputed(), length
+
+    def forward(self, *, x, ids, lens):
+        table = torch.eye(WIDTH) if self.length is None else self.length(x)
+        rows, doubled = self.part(x + ids[:, None], lens * 2, table)
+        return {"rows": rows[: len(x)], "lens": doubled}
+
+
+@pytest.mark.parametrize(
+    ("level", "marking"), [(2, "auto"), (3, "auto"), (3, "backed"), (3, "unbacked")]
+)
+def test_part_whose_arguments_are_computed_serves_every_size(level, marking):
+    model = Computes()
+    ops = {"splitting_ops": ["torch.sigmoid"]} if level == 3 else {}
+    asked = {"compilation": {"level": level, "dynamic_shapes": marking, **ops}}
+    with RuntimeLab("FULL", model=model, asked=asked, compile_part=model.part) as lab:
+        lab.runtime.capture()
+        for sizes in ((1, 1), (3, 2), (4, 4), (8, 1), (16, 2)):
+            outputs = {k: v.clone() for k, v in lab.step(*sizes).items()}
+            with torch.no_grad():
+                assert_equal(outputs, Computes()(**values(*sizes)))
+
+
+def test_part_with_a_size_that_no_axis_has_is_refused():
+    model = Computes(lambda x: torch.ones(WIDTH, 2 * len(x)))
+    asked = {"compilation": {"level": 3, "splitting_ops": ["torch.sigmoid"]}}
+    with pytest.raises(
+        ContractError, match=r"dimension 1 of argument 2(.|\n)*found: +16, before 8"
+    ):
+        RuntimeLab("FULL", model=model, asked=asked, compile_part=model.part)
+    assert "forward" not in vars(model.part)
+
+
 class Kind(type):
     """A class of classes."""
 

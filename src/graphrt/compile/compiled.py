@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
+from torch.utils import _pytree as pytree
 
 from graphrt.compile import effects, ranges, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, Job
@@ -25,7 +26,7 @@ from graphrt.compile.failures import (
     refuse_values,
     translated,
 )
-from graphrt.compile.guards import Audit, Contract
+from graphrt.compile.guards import Audit, Contract, argument_name
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
@@ -132,6 +133,10 @@ class Compiled:
         self._observer = observer
         self._varying: Varying | None = None
         """Set while it is traced."""
+        self._looked_at: tuple[Varying, Sequence[torch.Size | None]] | None = None
+        """By ``look``: its inputs, and the shapes of the tensors that the first call was given."""
+        self._shapes: list[torch.Size | None] | None = None
+        """These, while it looks."""
         self.is_backed = plan.dynamic_shapes == "backed"
         """Whether calls in which an axis has size 1 need a trace of their own: the sizes of others
         are backed then."""
@@ -165,6 +170,17 @@ class Compiled:
                 f"dynamic_shapes: backed instead of unbacked, because of a {error.subject}",
             )
             self._trace(run, varying)
+
+    def look(self, run: Callable[[], object], varying: Varying) -> None:
+        """Let ``trace`` know which dimensions vary in arguments that are computed before the call:
+        ``run`` is made uncompiled, at other sizes of each axis than it will have there."""
+        shapes: list[torch.Size | None] = []
+        self._shapes = shapes
+        try:
+            run()
+        finally:
+            self._shapes = None
+        self._looked_at = varying, shapes
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
@@ -204,6 +220,11 @@ class Compiled:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
             trace = self._traces.get(ones, trace)
+        if self._shapes is not None and trace is None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            # Those of the first call come first.
+            self._shapes += [x.shape if isinstance(x, torch.Tensor) else None for x in leaves]
+            return self.runnable(*args, **kwargs)
         if trace is None:
             raise CompileError(
                 "compiled code",
@@ -239,6 +260,46 @@ class Compiled:
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
+        computed = self._computed(args, kwargs, varying)
+        try:
+            for tensor, dim, axis in computed:
+                torch_api.mark(tensor, dim, axis, self._limits[axis], is_backed=self.is_backed)
+            return self._trace_call(args, kwargs, [*varying, *computed])
+        finally:
+            for tensor, _, _ in computed:
+                torch_api.unmark(tensor)
+
+    def _computed(self, args: Any, kwargs: Any, varying: Varying) -> Varying:
+        """What varies in arguments that were computed before the call, as ``look`` saw it.
+
+        Errors: ``ContractError`` for a size that varies otherwise than an axis does.
+        """
+        if self._looked_at is None:
+            return ()
+        before = {axis: tensor.shape[dim] for tensor, dim, axis in self._looked_at[0]}
+        now = {axis: tensor.shape[dim] for tensor, dim, axis in varying}
+        axes = {(now[axis], before[axis]): axis for axis in now if now[axis] != before[axis]}
+        known = {id(tensor) for tensor, _, _ in varying}
+        found: list[tuple[torch.Tensor, int, str]] = []
+        paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+        for (path, leaf), shape in zip(paths, self._looked_at[1], strict=False):
+            if shape is None or not isinstance(leaf, torch.Tensor) or id(leaf) in known:
+                continue
+            known.add(id(leaf))
+            for dim, sizes in enumerate(zip(leaf.shape, shape, strict=False)):
+                if sizes in axes:
+                    found.append((leaf, dim, axes[sizes]))
+                elif sizes[0] != sizes[1] and not (self.is_backed and sizes[0] == 1):
+                    told = (f"{n} {axis}, before {was}" for (n, was), axis in axes.items())
+                    raise ContractError(
+                        f"dimension {dim} of {argument_name(path)}",
+                        expected=f"a size that stays, or that of an axis: {', '.join(told)}",
+                        found=f"{sizes[0]}, before {sizes[1]}",
+                        do="compute it inside the compiled part, or compile the whole model",
+                    )
+        return found
+
+    def _trace_call(self, args: Any, kwargs: Any, varying: Varying) -> Any:
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis

@@ -57,7 +57,7 @@ class Contract:
         paths, self._structure = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in paths]
         self._same = _first_places(leaves)
-        self._names = [_argument_name(path) for path, _ in paths]
+        self._names = [argument_name(path) for path, _ in paths]
         self._most = dict(sizes)
         self._least = least
         self._leaves = [
@@ -209,7 +209,8 @@ def _parts_of_paths(paths: Iterable[Sequence[Any]]) -> Iterator[str]:
         yield from (_expression(path[:end]) for end in range(2, len(path) + 1))
 
 
-def _argument_name(path: Sequence[Any]) -> str:
+def argument_name(path: Sequence[Any]) -> str:
+    """Of a part of ``(args, kwargs)``, as errors say it."""
     (first, *rest) = path[1:]
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key!r}"
     return name + pytree.keystr(tuple(rest))

@@ -144,6 +144,10 @@ class CompiledPart:
             code.trace(run, [(x, dim, TOKENS) for x, dim, _ in varying] if as_one_axis else varying)
 
         code = self._code
+        if self._part is not None and isinstance(code, Compiled):
+            # Its arguments may be computed by the model around it.
+            half = {TOKENS: max(1, tokens // 2), REQUESTS: max(1, requests // 2)}
+            runner.trace(half, code.look, like)
         runner.trace({TOKENS: tokens, REQUESTS: requests}, trace, like)
         if code.is_backed and requests > 1 and self._has_both_axes and not as_one_axis:
             runner.trace({TOKENS: tokens, REQUESTS: 1}, trace)
