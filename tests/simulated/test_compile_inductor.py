@@ -141,7 +141,7 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 4', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 5', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -169,19 +169,20 @@ def test_entry_that_holds_something_else_is_compiled_again(filled, payload):
             assert set(missed(lab)) == {expected}
 
 
-def test_cut_file_of_inductor_is_made_anew_with_a_reason(folder, tmp_path):
-    """Inductor itself trusts what is in its folder."""
+@pytest.mark.parametrize("suffixes", [("", ".py"), (".so",), ("", ".py", ".so")])
+def test_cut_file_of_inductor_is_made_anew_with_a_reason(folder, tmp_path, suffixes):
+    """Inductor itself trusts what is in its folder: to load half a library ends the process."""
     with lab_of(folder, "NONE"):
         pass  # There is something to spoil, also where this test runs alone.
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("v*/inductor/**/*"):
-        if path.is_file() and path.suffix in ("", ".py"):
+        if path.is_file() and path.suffix in suffixes:
             data = path.read_bytes()
             path.write_bytes(data[: len(data) // 2])
     with lab_of(tmp_path, "NONE") as lab:
         lab.step(3, 2)
         assert missed(lab)[0] is CacheMiss.CORRUPT
-        assert lab.runtime.report().compile.misses[CacheMiss.CORRUPT] == 1
+        assert lab.runtime.report().compile.misses[CacheMiss.CORRUPT] >= 1
     with lab_of(tmp_path, "NONE") as lab:
         assert set(missed(lab)) == {None}
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
@@ -290,7 +291,7 @@ def test_start_with_kept_code_imports_nothing_that_makes_code(folder):
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v4" / "inductor", tmp_path / "v4" / "inductor")
+    shutil.copytree(folder / "v5" / "inductor", tmp_path / "v5" / "inductor")
     program = textwrap.dedent(
         f"""
         import gc, os, sys
@@ -308,7 +309,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(expected)] * 2
-    assert len(list(tmp_path.glob("v4/objects/*/*"))) == 4  # And the hash of torch's source.
+    assert len(list(tmp_path.glob("v5/objects/*/*"))) == 4  # And the hash of torch's source.
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

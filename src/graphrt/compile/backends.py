@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
@@ -114,7 +115,8 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
         # A compiler, or a linker, tells of a full disk in its output.
         full = [line.strip() for line in told.splitlines() if os.strerror(ENOSPC) in line]
         if (is_denied or full) and backend == "inductor":
-            is_ours = root is not None and f"{root}{os.sep}" in told
+            is_elsewhere = getattr(denied, "filename", None) or not isinstance(denied, OSError)
+            is_ours = root is not None and (f"{root}{os.sep}" in told or not is_elsewhere)
             ours = "compilation.cache_dir, or GRAPHRT_CACHE_DIR"
             raise ConfigError(
                 ours if is_ours else torch_api.INDUCTOR_CACHE_VARIABLE,
@@ -160,29 +162,34 @@ class Inductor:
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
             cache, key = self._entry(job, root)
             try:
-                form = self._loaded_or_compiled(job, cache, key)
+                form = self._loaded_or_compiled(job, cache, key, cache.inductor_folder)
             except Exception as error:
-                folder = cache.inductor_folder
-                can_move = folder.exists() and os.access(folder.parent, os.W_OK)
-                if isinstance(error, GraphrtError) or not can_move:
+                with suppress(OSError):
+                    cache.prepare()
+                can_write = os.access(cache.inductor_folder.parent, os.W_OK)
+                if isinstance(error, GraphrtError) or not can_write:
                     raise
-                # Inductor trusts what is in its folder: is that bad, or the piece?
-                with cache.without_inductor_folder():
-                    form = self._loaded_or_compiled(job, cache, key)
+                # Inductor trusts what is in its folder, and another process may have moved that: is
+                # it the folder, or the piece?
+                with cache.other_inductor_folder() as folder:
+                    form = self._loaded_or_compiled(job, cache, key, folder)
                 form = form._replace(missed=CacheMiss.CORRUPT)
             names = ("piece", "sizes", "key")
             cache.write_index(self._index, [{n: one[n] for n in names} for one in self.keys])
             return form
 
-    def _loaded_or_compiled(self, job: Job, cache: CompileCache, key: str) -> Form:
+    def _loaded_or_compiled(self, job: Job, cache: CompileCache, key: str, folder: Path) -> Form:
         found = cache.read(key)
-        with _inductor_folder(cache):
+        with _inductor_folder(cache, folder):
             if isinstance(found, bytes):
-                with suppress(Exception):  # Whatever torch says of it, it is compiled anew.
-                    return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
-                found = CacheMiss.LOAD_FAILED
+                try:
+                    return Form(torch_api.fast_call(torch_api.from_bytes(found, folder)), None)
+                except torch_api.DamagedError:
+                    found = CacheMiss.CORRUPT
+                except Exception:  # noqa: BLE001 - whatever torch says of it, it is compiled anew
+                    found = CacheMiss.LOAD_FAILED
             artifact = self._compiled(job)
-            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact)
+            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact, folder)
         if payload is None:
             return Form(call, CacheMiss.UNCACHEABLE)
         about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
@@ -224,17 +231,16 @@ class Inductor:
         return self._cache, key
 
 
-def _inductor_folder(cache: CompileCache) -> AbstractContextManager[None]:
+def _inductor_folder(cache: CompileCache, folder: Path) -> AbstractContextManager[None]:
     """Inductor's own caches are kept beside the entries, which need them to load quickly.
 
     What cannot be written is told with an entry. Inductor uses its own folder then.
     """
-    folder = cache.inductor_folder
     with suppress(OSError):
         cache.prepare()
         folder.mkdir(exist_ok=True)
-        # torch splits the command of the C++ compiler at spaces.
-        if os.access(folder, os.W_OK) and " " not in str(folder):
+        # torch makes a command of the C++ compiler of it, and splits that as a shell does.
+        if os.access(folder, os.W_OK) and shlex.quote(str(folder)) == str(folder):
             return environment_variable(torch_api.INDUCTOR_CACHE_VARIABLE, str(folder))
     return nullcontext()
 

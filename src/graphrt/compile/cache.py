@@ -23,7 +23,7 @@ from graphrt.config.checked import warn_user
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 4
+SCHEMA = 5
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"
@@ -134,22 +134,18 @@ class CompileCache:
             raise PermissionError(f"{self._folder} belongs to another user")
 
     @contextmanager
-    def without_inductor_folder(self) -> Iterator[None]:
-        """While entered, Inductor's own caches are empty. What they held is gone afterwards, unless
-        this raises, for then it was good."""
+    def other_inductor_folder(self) -> Iterator[Path]:
+        """An empty folder for Inductor's own caches. It takes the place of the other one, unless
+        this raises, for then that was good."""
         with tempfile.TemporaryDirectory(
             dir=self._folder, prefix="inductor-", ignore_cleanup_errors=True
         ) as place:
-            held = Path(place, "held")
-            with suppress(FileNotFoundError):  # Another process may have done so.
-                self.inductor_folder.rename(held)
-            try:
-                yield
-            except BaseException:
-                shutil.rmtree(self.inductor_folder, ignore_errors=True)
-                with suppress(OSError):
-                    held.rename(self.inductor_folder)
-                raise
+            yield Path(place, "new")
+            # Another process may do so too, or use it: it compiles once more then, as this one did.
+            with suppress(OSError):
+                self.inductor_folder.rename(Path(place, "old"))
+            with suppress(OSError):
+                Path(place, "new").rename(self.inductor_folder)
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""

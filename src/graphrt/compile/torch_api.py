@@ -21,6 +21,7 @@ from pathlib import Path
 from traceback import FrameSummary, walk_tb
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch._dynamo
@@ -352,10 +353,11 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
         yield
 
 
-def to_bytes(artifact: Any) -> bytes | None:
-    """What ``from_bytes`` makes an artifact of in another process; None if it cannot be saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "artifact")
+def to_bytes(artifact: Any, folder: Path) -> bytes | None:
+    """What ``from_bytes`` makes an artifact of in another process; None if it cannot be saved.
+    ``folder``: of Inductor's own caches, which holds the kernels."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "artifact")
         try:
             artifact.save(path=str(path), format="binary")
         except (RuntimeError, AssertionError):
@@ -363,25 +365,55 @@ def to_bytes(artifact: Any) -> bytes | None:
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
         found = cpu_vec_isa.valid_vec_isa_list
         isas = found() if found.cache_info().currsize else None
-        return pickle.dumps((isas, _plain_kernels(), path.read_bytes()))
+        used = {name: _sum_of(folder / name) for name in _loaded_from(folder)}
+        return pickle.dumps((isas, _plain_kernels(), used, path.read_bytes()))
 
 
-def from_bytes(payload: bytes) -> Callable[..., Any]:
-    """What ``to_bytes`` was given. Raises whatever torch raises, about anything."""
+class DamagedError(Exception):
+    """A file that compiled code needs is another one than was saved."""
+
+
+def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
+    """What ``to_bytes`` was given. Errors: ``DamagedError`` for a file in ``folder`` that is not as
+    it was then, and is removed, because to load it could end the process; whatever torch raises,
+    about anything."""
     # An entry is code, and from a folder of this user's.
-    isas, kernels, saved = pickle.loads(payload)
+    isas, kernels, used, saved = pickle.loads(payload)
+    # Inductor makes those again that are gone.
+    damaged = [folder / name for name, told in used.items() if _sum_of(folder / name) != told]
+    if lost := [path for path in damaged if path.exists()]:
+        for path in lost:
+            path.unlink()
+        raise DamagedError(lost)
     _forget_untuned()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as place,
         in_process,
         _without_compiler(isas),
         _without_lowering(kernels),
     ):
-        path = Path(folder, "artifact")
+        path = Path(place, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+def _loaded_from(folder: Path) -> set[str]:
+    """Modules in ``folder`` that this process has loaded; on Linux libraries too."""
+    loaded = [str(module.__file__) for module in PyCodeCache.modules]
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        loaded += [line.split(maxsplit=5)[-1] for line in lines]
+    roots = {f"{folder}{os.sep}", f"{folder.resolve()}{os.sep}"}
+    return {path.removeprefix(root) for path in loaded for root in roots if path.startswith(root)}
+
+
+def _sum_of(path: Path) -> int | None:
+    """None where nothing can be read."""
+    with suppress(OSError):
+        return crc32(path.read_bytes())
+    return None
 
 
 @contextmanager
