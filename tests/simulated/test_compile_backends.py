@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from graphrt.errors import (
     ConfigError,
     ContractError,
     GraphBreakError,
+    RecompileError,
     SplittingOpError,
     StateAdvancedError,
 )
@@ -216,6 +218,39 @@ def test_backend_that_does_not_exist_is_named(backend, told):
     with pytest.raises(ConfigError, match=told) as caught:
         compile_alone(chain(Layers()), backend=backend)
     assert "compilation.backend" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("raise RuntimeError('no card')", "RuntimeError: no card"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch, text, told):
+    (tmp_path / "graphrt_test_bad.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"compilation\.backend(.|\n)*{told}"):
+        compile_alone(chain(Layers()), backend="graphrt_test_bad.backend")
+    with pytest.raises(SplittingOpError, match=told):
+        compile_alone(chain(Layers()), splitting_ops=["graphrt_test_bad.some.op"])
+    with pytest.raises(SplittingOpError, match=told):
+        compile_alone(chain(Layers()), splitting_ops=["graphrt_test_bad.op"])
+
+
+def forgets(graph, inputs):
+    """A backend that returns nothing."""
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_backend_that_returns_no_function_is_named(level):
+    name = f"{__name__}.forgets"
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=1, backend=name))).compile
+    stock = partial(Stock(lambda x: x + 1, plan), torch.ones(2))
+    run = stock if level == 1 else partial(compile_alone, chain(Layers()), backend=name)
+    with pytest.raises(BackendError, match=r"forgets(.|\n)*NoneType, which cannot be called"):
+        run()
 
 
 def test_option_that_inductor_does_not_have_is_named():
@@ -643,6 +678,17 @@ def test_level_1_counts_no_graph_that_did_not_compile():
         with pytest.raises(BackendError, match="failing, compiling graph_0"):
             stock(torch.ones(2))
     assert stock.report is None
+
+
+def test_level_1_says_that_a_stance_forbids_to_compile():
+    plan = resolve(RuntimeConfig(compilation=CompilationConfig(level=1))).compile
+    stock = Stock(lambda x: x + 1, plan)
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(RecompileError, match="set_stance"),
+    ):
+        stock(torch.ones(2))
+    assert torch.equal(stock(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_level_1_refuses_to_compile_inside_a_recording():

@@ -17,13 +17,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor import codecache
+from torch._inductor import codecache, cpp_builder
 from torch._inductor.runtime import autotune_cache
 from torch._inductor.standalone_compile import CompiledArtifact
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, CustomOp, torch_api
 from graphrt.errors import BackendError, ConfigError, GuardAuditError
+from graphrt.events import CacheMiss
 from graphrt_llm import LLMEngine
 from graphrt_llm.assembly import TINY_CONFIG
 
@@ -160,6 +161,27 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     [index] = tmp_path.glob("v5/plans/*/rank_3/index.json")
     [entry] = json.loads(index.read_text())
     assert list(tmp_path.glob(f"v5/objects/*/{entry['key']}.bin"))
+
+
+def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp_path, monkeypatch):
+    """Inductor keeps in memory that a library could not be made."""
+    compiles, removed = cpp_builder.run_compile_cmd, []
+
+    def compile_late(command, cwd):
+        if "main.cpp" in str(command) and not removed:
+            removed.append(shutil.rmtree(tmp_path / "v5" / "inductor"))
+        return compiles(command, cwd)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", compile_late)
+    events = []
+    plan = plan_of(tmp_path, level=2)
+    one = Compiled(lambda x: x * 3.25 - 1.0, plan, limits={"tokens": 8}, observer=events.append)
+    x = torch.ones(4, 2)
+    one.trace(partial(one, x), [(x, 0, "tokens")])
+    assert torch.equal(one(x), x * 3.25 - 1.0)
+    assert removed
+    assert [event.missed for event in events] == [CacheMiss.CORRUPT]
+    assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
 
 
 class WrappingError(Exception):

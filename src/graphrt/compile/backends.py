@@ -91,10 +91,25 @@ class BlackBox:
     def compile(self, job: Job) -> Form:
         if self.name == "eager":
             return Form(job.module.forward, CacheMiss.UNCACHEABLE)
-        with compiling(self.name, job.name):
-            # A copy, because a backend may change its graph.
-            graph = fx.GraphModule(job.module, deepcopy(job.module.graph))
-            return Form(self._backend(graph, list(job.inputs)), CacheMiss.UNCACHEABLE)
+        # A copy, because a backend may change its graph.
+        graph = fx.GraphModule(job.module, deepcopy(job.module.graph))
+        call = compiled_by(self._backend, self.name, graph, list(job.inputs), job.name)
+        return Form(call, CacheMiss.UNCACHEABLE)
+
+
+def compiled_by(
+    backend: Callable[..., Any],
+    name: str,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    piece: str,
+) -> Callable[..., Any]:
+    """What ``backend`` makes of a graph. Errors: ``BackendError``."""
+    with compiling(name, piece):
+        found: Callable[..., Any] = backend(graph, inputs)
+        if not callable(found):
+            raise TypeError(f"it returned a {type(found).__name__}, which cannot be called")
+        return found
 
 
 @contextmanager
@@ -171,6 +186,7 @@ class Inductor:
                     raise
                 # Inductor trusts what is in its folder, and another process may have moved that: is
                 # it the folder, or the piece?
+                torch_api.forget_failures()
                 with cache.other_inductor_folder() as folder:
                     form = self._loaded_or_compiled(job, cache, key, folder)
                 form = form._replace(missed=CacheMiss.CORRUPT)

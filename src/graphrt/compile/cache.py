@@ -191,7 +191,7 @@ class CompileCache:
                 removed.append(entry)
         if removed and not any(self.entries()):
             # Nothing needs it any more.
-            for folder in self._found("inductor*"):
+            for folder in self._found("inductor"):
                 _remove(folder)
         return removed
 

@@ -326,7 +326,7 @@ class Compiled:
             compilers.clear()
             effects.put_back(found.held)
         if call is None:
-            raise _again("a call that Dynamo was told not to compile")
+            raise told_not_to_compile()
         if found.report is None:
             raise CompileError(
                 "trace",
@@ -583,6 +583,11 @@ def _root_of(model: Any, function: Callable[..., Any] | None = None) -> Callable
         return model(*args, **kwargs) if function is None else function(model, *args, **kwargs)
 
     return root
+
+
+def told_not_to_compile() -> RecompileError:
+    """The error for a call that Dynamo leaves as it is."""
+    return _again("a call that Dynamo was told not to compile")
 
 
 def _again(found: str) -> RecompileError:

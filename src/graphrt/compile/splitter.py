@@ -184,7 +184,14 @@ def callable_at(path: str) -> Callable[..., Any]:
     be called.
     """
     module, _, attribute = path.rpartition(".")
-    found: Callable[..., Any] = getattr(import_module(module), attribute)
+    try:
+        owner = import_module(module)
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{module} cannot be imported: {type(error).__name__}: {error}"
+        raise ImportError(text) from error
+    found: Callable[..., Any] = getattr(owner, attribute)
     if not callable(found):
         raise TypeError(f"a {type(found).__name__}, which cannot be called")
     return found

@@ -12,8 +12,8 @@ from torch import fx
 from torch._guards import CompileContext
 
 from graphrt.compile import effects, torch_api
-from graphrt.compile.backends import compiling, find_backend
-from graphrt.compile.compiled import CompileReport, Varying, own_root
+from graphrt.compile.backends import compiled_by, find_backend
+from graphrt.compile.compiled import CompileReport, Varying, own_root, told_not_to_compile
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Copies
 from graphrt.compile.failures import OF_TRACING, translated
@@ -97,6 +97,10 @@ class Stock:
             stop = translated(error)
             self._dump.failed(stop)
             raise stop from error
+        except RuntimeError as error:
+            if not torch_api.is_told_not_to(error):
+                raise
+            raise told_not_to_compile() from error
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         # A copied model would keep this one, which runs the parameters of the first.
@@ -112,8 +116,8 @@ class Stock:
         name = f"graph_{len(self._frames)}"
         self._dump.graph(f"{name}.py", graph)
         began = perf_counter()
-        with compiling(self._backend_name, name), torch.no_grad():
-            compiled: Callable[..., Any] = self._backend(graph, inputs)
+        with torch.no_grad():
+            compiled = compiled_by(self._backend, self._backend_name, graph, inputs, name)
         self._seconds += perf_counter() - began
         compile_id: Any = CompileContext.current_compile_id()
         self._frames.append(compile_id.frame_compile_id or 0)

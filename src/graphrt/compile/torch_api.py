@@ -160,9 +160,7 @@ def traced(
         with dynamo_config.patch(options), no_names, no_others, no_lines, lines, no_page, no_stack:
             results = entry(*args, **kwargs)
     except RuntimeError as error:
-        *_, (innermost, _) = walk_tb(error.__traceback__)
-        is_told_not_to = innermost.f_code.co_filename == eval_frame.__file__
-        if type(error) is not RuntimeError or not is_told_not_to:
+        if not is_told_not_to(error):
             raise
         return None, None, None
     finally:
@@ -172,6 +170,12 @@ def traced(
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
         return results, call, made.guard_manager
     return results, None, None
+
+
+def is_told_not_to(error: RuntimeError) -> bool:
+    """Whether it says that Dynamo was told not to compile (``set_stance``)."""
+    *_, (innermost, _) = walk_tb(error.__traceback__)
+    return type(error) is RuntimeError and innermost.f_code.co_filename == eval_frame.__file__
 
 
 def _line_of(frame: FrameSummary, **_: Any) -> str:
@@ -397,6 +401,12 @@ def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
         path = Path(place, "artifact")
         path.write_bytes(saved)
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+def forget_failures() -> None:
+    """Let Inductor compile libraries anew: it keeps in memory also that one could not be made."""
+    for known in (codecache.CppCodeCache, codecache.CppPythonBindingsCodeCache):
+        known.cache_clear()
 
 
 def _loaded_from(folder: Path) -> set[str]:
