@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +168,22 @@ def test_folder_of_another_user_is_neither_read_nor_written(tmp_path, monkeypatc
         assert not cache.write(key, b"new", ABOUT)
 
 
+def test_entry_of_another_user_is_not_read(tmp_path, monkeypatch):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    state = [*entry.path.lstat()]
+    state[stat.ST_UID] += 1
+    monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result(state))
+    assert cache.read(key) is CacheMiss.LOAD_FAILED
+
+
+def test_entry_longer_than_memory_is_corrupt(tmp_path):
+    cache, key = one_entry(tmp_path)
+    [entry] = cache.entries()
+    os.truncate(entry.path, 8 << 40)  # No block of it is written.
+    assert cache.read(key) is CacheMiss.CORRUPT
+
+
 def test_many_writers_leave_one_good_file(tmp_path):
     cache, key = one_entry(tmp_path)
     payloads = [bytes([number]) * 100_000 for number in range(8)]
@@ -265,6 +282,7 @@ def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
     newest.path.write_bytes(newest.path.read_bytes()[:-1])
     code, out = run(capsys, "verify", *where, "--json")
     assert (code, len(json.loads(out)["bad"])) == (1, 1)
+    assert run(capsys, "prune", *where, "--max-mib", "inf")[0] == 0
     code, out = run(capsys, "prune", *where, "--older-than-days", "1", "--json")
     assert (code, len(json.loads(out)["removed"]), json.loads(out)["num_entries"]) == (0, 1, 1)
     (tmp_path / "v5" / "inductor").mkdir()
@@ -283,3 +301,12 @@ def test_cache_command_refuses_a_named_folder_that_is_none(tmp_path, capsys):
     code, out = run(capsys, "list", "--dir", str(tmp_path / "typo"), "--json")
     assert code == 2
     assert "typo" in json.loads(out)["error"]["message"]
+
+
+def test_cache_command_refuses_a_file_in_place_of_the_folder(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path / "file"))
+    code, out = run(capsys, "size", "--json")
+    assert (code, "GRAPHRT_CACHE_DIR" in out) == (2, True)
+    monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path / "nothing yet"))
+    assert run(capsys, "size", "--json")[0] == 0

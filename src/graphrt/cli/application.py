@@ -161,7 +161,7 @@ def cache(
     from graphrt.cli.cache import run_cache
 
     days = None if older_than_days is None else older_than_days * 86_400
-    max_bytes = None if max_mib is None else int(max_mib * 2**20)
+    max_bytes = None if max_mib is None else max_mib * 2**20
     found = run_cache(action.value, folder, days, max_bytes)
     if as_json:
         print(json.dumps(found))

@@ -12,22 +12,23 @@ from graphrt.errors import ConfigError, shown
 
 
 def run_cache(
-    action: str, folder: Path | None, older_than: float | None, max_bytes: int | None
+    action: str, folder: Path | None, older_than: float | None, max_bytes: float | None
 ) -> dict[str, Any]:
     """The answer as an object. ``older_than``: seconds.
 
     Errors: ``ConfigError`` for options that do not go together, and a folder that cannot be found
     or changed.
     """
+    is_told = folder is not None
+    folder = folder or read_environment().cache_dir
     # Not ``is_dir``, which raises for a name that is too long.
-    if folder is not None and not os.path.isdir(folder):
+    if folder and not os.path.isdir(folder) and (is_told or os.path.exists(folder)):
         raise ConfigError(
-            f"graphrt cache --dir {shown(str(folder))}",
+            f"graphrt cache: {shown(str(folder))}",
             expected="a folder that exists",
             found="a file" if os.path.exists(folder) else "nothing there",
-            do="check the path",
+            do="check the path" if is_told else "check GRAPHRT_CACHE_DIR",
         )
-    folder = folder or read_environment().cache_dir
     if folder is None:
         raise ConfigError(
             "graphrt cache",

@@ -169,7 +169,7 @@ class CompileCache:
         return True
 
     def prune(
-        self, *, older_than: float | None = None, max_bytes: int | None = None
+        self, *, older_than: float | None = None, max_bytes: float | None = None
     ) -> Sequence[CacheEntry]:
         """Remove entries written more than ``older_than`` seconds ago; then the oldest, until the
         rest has at most ``max_bytes``. Returns those removed. Raises ``OSError``.
@@ -209,7 +209,11 @@ class CompileCache:
         return self._folder / "objects" / key[:2] / f"{key}{_SUFFIX}"
 
     def _is_foreign(self) -> bool:
-        return hasattr(os, "getuid") and self._folder.stat().st_uid != os.getuid()
+        return _is_others(self._folder.stat())
+
+
+def _is_others(state: os.stat_result) -> bool:
+    return hasattr(os, "getuid") and state.st_uid != os.getuid()
 
 
 def key_of(factors: Mapping[str, object]) -> str:
@@ -218,10 +222,11 @@ def key_of(factors: Mapping[str, object]) -> str:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Errors: ``OSError`` for what is no file of its own: a pipe would wait for a writer, a device
-    have no end, and a link may lead to either."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(f"{path} is no file")
+    """Errors: ``OSError`` for what is no file of this user: a pipe would wait for a writer, a
+    device have no end, and a link may lead to either."""
+    state = path.lstat()
+    if not stat.S_ISREG(state.st_mode) or _is_others(state):
+        raise OSError(f"{path} is no file of this user")
     return path.open("rb")
 
 
@@ -237,9 +242,12 @@ def _parts(path: Path) -> tuple[dict[str, Any], bytes]:
     """Header and payload. Errors: ``ValueError`` for a file that is not as it was written."""
     with _opened(path) as file:
         header = _header(file)
+        length = os.fstat(file.fileno()).st_size - file.tell()
+        if header.get("length") != length:  # It may be more than there is memory.
+            raise ValueError("another length")
         payload = file.read()
     # The key too, or a file under another one's name would be the code of another piece.
-    written = {"key": path.stem, "length": len(payload), "sha256": sha256(payload).hexdigest()}
+    written = {"key": path.stem, "sha256": sha256(payload).hexdigest()}
     if not written.items() <= header.items():
         raise ValueError("another payload")
     return header, payload
