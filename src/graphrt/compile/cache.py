@@ -192,7 +192,10 @@ class CompileCache:
         if removed and not any(self.entries()):
             # Nothing needs it any more.
             for folder in self._found("inductor"):
-                _remove(folder)
+                with tempfile.TemporaryDirectory(
+                    dir=folder.parent, prefix="inductor-", ignore_cleanup_errors=True
+                ) as place:  # Out of the way of who writes there.
+                    folder.rename(Path(place, "old"))
         return removed
 
     def inductor_bytes(self) -> int:
