@@ -184,6 +184,19 @@ def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
 
 
+@pytest.mark.parametrize("name", ["with space", "it's", 'q"uote', "back\\slash", "ta\tb"])
+def test_cache_whose_path_a_shell_would_split_is_used(tmp_path, name):
+    """Inductor's own folder takes its place for libraries: their compiler is told in one line."""
+    plan = plan_of(tmp_path / name, level=2)
+    for missed in (CacheMiss.ABSENT, None):
+        events = []
+        one = Compiled(lambda x: x - 7.0, plan, limits={"tokens": 8}, observer=events.append)
+        x = torch.ones(4, 2)
+        one.trace(partial(one, x), [(x, 0, "tokens")])
+        assert torch.equal(one(x), x - 7.0)
+        assert [event.missed for event in events] == [missed]
+
+
 class WrappingError(Exception):
     def __init__(self, inner_exception: Exception) -> None:
         self.inner_exception = inner_exception
