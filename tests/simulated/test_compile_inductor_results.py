@@ -17,12 +17,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor import codecache, cpp_builder
+from torch._inductor import codecache, config as inductor_config, cpp_builder
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime import autotune_cache
 from torch._inductor.standalone_compile import CompiledArtifact
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
-from graphrt.compile import Compiled, CustomOp, torch_api
+from graphrt.compile import Compiled, CustomOp, splitter, torch_api
 from graphrt.errors import BackendError, ConfigError, GuardAuditError
 from graphrt.events import CacheMiss
 from graphrt_llm import LLMEngine
@@ -195,6 +196,63 @@ def test_cache_whose_path_a_shell_would_split_is_used(tmp_path, name):
         one.trace(partial(one, x), [(x, 0, "tokens")])
         assert torch.equal(one(x), x - 7.0)
         assert [event.missed for event in events] == [missed]
+
+
+WRITTEN_OUT = torch.library.Library("graphrt_written_out", "DEF")
+WRITTEN_OUT.define("composed(Tensor x) -> Tensor")
+WRITTEN_OUT.impl("composed", lambda x: x * 2.0, "CompositeImplicitAutograd")
+
+
+@torch.library.custom_op("graphrt_test::whole", mutates_args=())
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
+
+
+whole.register_fake(torch.empty_like)
+
+
+def missed_by(function, plan):
+    events, x = [], torch.ones(4, 2)
+    one = Compiled(function, plan, limits={"tokens": 8}, observer=events.append)
+    one.trace(partial(one, x), [(x, 0, "tokens")])
+    return [event.missed for event in events]
+
+
+@pytest.mark.parametrize(
+    ("op", "found"),
+    [("graphrt_written_out::composed", CacheMiss.ABSENT), ("graphrt_test::whole", None)],
+)
+def test_operator_that_compilers_write_out_is_not_found_by_another_process(
+    tmp_path, monkeypatch, op, found
+):
+    """Its body is in the code, and may be another one by the same name there."""
+    namespace, name = op.split("::")
+    called = getattr(getattr(torch.ops, namespace), name)
+    plan = plan_of(tmp_path, level=2)
+    assert missed_by(lambda x: called(x) + 1.0, plan) == [CacheMiss.ABSENT]
+    assert missed_by(lambda x: called(x) + 1.0, plan) == [None]
+    monkeypatch.setattr(splitter, "_PROCESS", "another process")
+    assert missed_by(lambda x: called(x) + 1.0, plan) == [found]
+
+
+class Pass(CustomGraphPass):
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, graph):
+        """Changes nothing."""
+
+    def uuid(self):
+        return self.name
+
+
+def test_pass_of_inductors_configuration_is_part_of_the_key(tmp_path):
+    plan = plan_of(tmp_path, level=2)
+    for name, found in (("a", CacheMiss.ABSENT), ("b", CacheMiss.ABSENT), ("a", None)):
+        with inductor_config.patch(post_grad_custom_post_pass=Pass(name)):
+            assert missed_by(lambda x: x - 9.0, plan) == [found]
+    with inductor_config.patch(post_grad_custom_post_pass=Pass(None)):
+        assert missed_by(lambda x: x - 9.0, plan) == [CacheMiss.UNHASHABLE_PASS]
 
 
 class WrappingError(Exception):

@@ -220,12 +220,12 @@ class Compiled:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
             trace = self._traces.get(ones, trace)
-        if self._shapes is not None and trace is None:
-            leaves = pytree.tree_leaves((args, kwargs))
-            # Those of the first call come first.
-            self._shapes += [x.shape if isinstance(x, torch.Tensor) else None for x in leaves]
-            return self.runnable(*args, **kwargs)
         if trace is None:
+            if self._shapes is not None:
+                leaves = pytree.tree_leaves((args, kwargs))
+                # Those of the first call come first.
+                self._shapes += [x.shape if isinstance(x, torch.Tensor) else None for x in leaves]
+                return self.runnable(*args, **kwargs)
             raise CompileError(
                 "compiled code",
                 expected="a trace before the first call",
