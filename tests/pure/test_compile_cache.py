@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,40 @@ def test_what_is_no_file_is_a_miss_and_makes_room(tmp_path, capsys, spoil):
     spoil(entry.path)
     assert len(cache.prune(older_than=-1)) == 1
     assert cache.read(key) is CacheMiss.ABSENT
+
+
+def put(folder, text, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_other_inductor_folder_mends_the_one_that_neighbours_use(tmp_path):
+    """A neighbour may load any file there; Triton's name the folder that they were written in."""
+    cache, _ = one_entry(tmp_path)
+    shared, own = cache.inductor_folder, ["aa/x.so", "locks/x.lock", "triton/0/ab/x.json"]
+    put(shared, "before", *own, "aa/neighbours.so", "triton/0/cd/x.json")
+    lock = (shared / "locks/x.lock").stat().st_ino
+    with suppress(RuntimeError), cache.other_inductor_folder() as folder:
+        put(folder, "new", *own)
+        raise RuntimeError
+    assert {path.read_text() for path in shared.rglob("*.*")} == {"before"}
+    with cache.other_inductor_folder() as folder:
+        put(folder, "new", *own, "bb/y.so")
+    texts = {str(path.relative_to(shared)): path.read_text() for path in shared.rglob("*.*")}
+    assert texts == {
+        "aa/x.so": "new",
+        "bb/y.so": "new",
+        "aa/neighbours.so": "before",
+        "locks/x.lock": "before",
+        "triton/0/cd/x.json": "before",
+    }
+    assert (shared / "locks/x.lock").stat().st_ino == lock
+    assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
+    shutil.rmtree(shared)
+    with cache.other_inductor_folder() as folder:
+        put(folder, "new", "aa/x.so")
+    assert (shared / "aa/x.so").read_text() == "new"
 
 
 def test_prune_removes_a_file_in_place_of_inductors_folder(tmp_path):

@@ -135,17 +135,22 @@ class CompileCache:
 
     @contextmanager
     def other_inductor_folder(self) -> Iterator[Path]:
-        """An empty folder for Inductor's own caches. It takes the place of the other one, unless
-        this raises, for then that was good."""
+        """An empty folder for Inductor's own caches. Its files take the place of those of their
+        names in the one that other processes use, unless this raises, for then those were good."""
         with tempfile.TemporaryDirectory(
             dir=self._folder, prefix="inductor-", ignore_cleanup_errors=True
         ) as place:
-            yield Path(place, "new")
-            # Another process may do so too, or use it: it compiles once more then, as this one did.
-            with suppress(OSError):
-                self.inductor_folder.rename(Path(place, "old"))
-            with suppress(OSError):
-                Path(place, "new").rename(self.inductor_folder)
+            yield Path(place)
+            for path in [*Path(place).rglob("*")]:
+                name = path.relative_to(place)
+                other = self.inductor_folder / name
+                with suppress(OSError):  # What is not there is made again.
+                    if path.is_dir():
+                        other.mkdir(parents=True, exist_ok=True)
+                    elif name.parts[0] == "triton":
+                        other.unlink()  # Such files tell where they are; entries hold copies.
+                    elif name.parts[0] != "locks":  # A process may hold the other one.
+                        path.replace(other)
 
     def entries(self) -> Iterator[CacheEntry]:
         """Every entry, the newest first."""
