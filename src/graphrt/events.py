@@ -144,7 +144,7 @@ class CacheMiss(StrEnum):
     ``FOREIGN_SCHEMA``: Another version of graphrt wrote it, in another form.
     ``FOREIGN_TORCH``: Another version of torch, Python or Triton wrote it.
     ``FOREIGN_DEVICE``: It was compiled for another device.
-    ``LOAD_FAILED``: It cannot be read, belongs to another user, or torch does not take it.
+    ``LOAD_FAILED``: It cannot be read, others own it or may write there, or torch does not take it.
     ``UNHASHABLE_PASS``: A pass or an option has no text that tells it from others.
     ``UNCACHEABLE``: The backend's code cannot be kept.
     """

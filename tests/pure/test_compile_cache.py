@@ -204,6 +204,15 @@ def test_folder_of_another_user_is_neither_read_nor_written(tmp_path, monkeypatc
         assert not cache.write(key, b"new", ABOUT)
 
 
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_folder_that_others_may_write_is_neither_read_nor_written(tmp_path, mode):
+    cache, key = one_entry(tmp_path)
+    (tmp_path / "v5").chmod(mode)
+    assert cache.read(key) is CacheMiss.LOAD_FAILED
+    with pytest.warns(ConfigWarning, match="others may write"):
+        assert not cache.write(key, b"new", ABOUT)
+
+
 def test_entry_of_another_user_is_not_read(tmp_path, monkeypatch):
     cache, key = one_entry(tmp_path)
     [entry] = cache.entries()
@@ -337,6 +346,7 @@ def test_cache_command_refuses_a_named_folder_that_is_none(tmp_path, capsys):
     code, out = run(capsys, "list", "--dir", str(tmp_path / "typo"), "--json")
     assert code == 2
     assert "typo" in json.loads(out)["error"]["message"]
+    assert run(capsys, "size", "--dir", "", "--json")[0] == 2
 
 
 def test_cache_command_refuses_a_file_in_place_of_the_folder(tmp_path, capsys, monkeypatch):

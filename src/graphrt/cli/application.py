@@ -146,7 +146,7 @@ class CacheAction(StrEnum):
 def cache(
     action: Annotated[CacheAction, typer.Argument(help="What to do.")],
     folder: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--dir", help="Default: GRAPHRT_CACHE_DIR, else the user's cache folder."),
     ] = None,
     older_than_days: Annotated[

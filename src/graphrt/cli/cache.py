@@ -12,7 +12,7 @@ from graphrt.errors import ConfigError, shown
 
 
 def run_cache(
-    action: str, folder: Path | None, older_than: float | None, max_bytes: float | None
+    action: str, folder: str | None, older_than: float | None, max_bytes: float | None
 ) -> dict[str, Any]:
     """The answer as an object. ``older_than``: seconds.
 
@@ -20,16 +20,16 @@ def run_cache(
     or changed.
     """
     is_told = folder is not None
-    folder = folder or read_environment().cache_dir
+    place = folder if is_told else read_environment().cache_dir
     # Not ``is_dir``, which raises for a name that is too long.
-    if folder and not os.path.isdir(folder) and (is_told or os.path.exists(folder)):
+    if place is not None and not os.path.isdir(place) and (is_told or os.path.exists(place)):
         raise ConfigError(
-            f"graphrt cache: {shown(str(folder))}",
+            f"graphrt cache: {shown(str(place))}",
             expected="a folder that exists",
-            found="a file" if os.path.exists(folder) else "nothing there",
+            found="a file" if os.path.exists(place) else "nothing there",
             do="check the path" if is_told else "check GRAPHRT_CACHE_DIR",
         )
-    if folder is None:
+    if place is None:
         raise ConfigError(
             "graphrt cache",
             expected="--dir, because neither GRAPHRT_CACHE_DIR nor a home directory tells",
@@ -44,14 +44,14 @@ def run_cache(
             found="none of them" if action == "prune" else "one of them",
             do="say what to prune, or leave them out",
         )
-    cache = CompileCache(folder)
-    found: dict[str, Any] = {"action": action, "folder": str(folder)}
+    cache = CompileCache(Path(place))
+    found: dict[str, Any] = {"action": action, "folder": str(place)}
     if action == "prune":
         try:
             removed = cache.prune(older_than=older_than, max_bytes=max_bytes)
         except OSError as error:
             raise ConfigError(
-                f"graphrt cache: {folder}",
+                f"graphrt cache: {place}",
                 expected="a folder that can be changed",
                 found=str(error),
                 do="run it as the owner of the folder",

@@ -179,9 +179,10 @@ class Inductor:
             try:
                 form = self._loaded_or_compiled(job, cache, key, cache.inductor_folder)
             except Exception as error:
+                can_write = False
                 with suppress(OSError):
                     cache.prepare()
-                can_write = os.access(cache.inductor_folder.parent, os.W_OK)
+                    can_write = os.access(cache.inductor_folder.parent, os.W_OK)
                 if isinstance(error, GraphrtError) or not can_write:
                     raise
                 # Inductor trusts what is in its folder, and another process may have moved that: is

@@ -131,7 +131,9 @@ class CompileCache:
         """Make the folder, for its owner alone: what it holds is run. Raises ``OSError``."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._is_foreign():
-            raise PermissionError(f"{self._folder} belongs to another user")
+            raise PermissionError(
+                f"{self._folder} belongs to another user, or others may write to it"
+            )
 
     @contextmanager
     def other_inductor_folder(self) -> Iterator[Path]:
@@ -217,7 +219,9 @@ class CompileCache:
         return self._folder / "objects" / key[:2] / f"{key}{_SUFFIX}"
 
     def _is_foreign(self) -> bool:
-        return _is_others(self._folder.stat())
+        state = self._folder.stat()
+        may_others_write = os.name == "posix" and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return bool(_is_others(state) or may_others_write)
 
 
 def _is_others(state: os.stat_result) -> bool:
