@@ -369,7 +369,9 @@ def to_bytes(artifact: Any, folder: Path) -> bytes | None:
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
         found = cpu_vec_isa.valid_vec_isa_list
         isas = found() if found.cache_info().currsize else None
-        used = {name: _sum_of(folder / name) for name in _loaded_from(folder)}
+        sums = {name: _sum_of(folder / name) for name in _loaded_from(folder)}
+        # Those that are gone, as after they were found damaged, the next load makes again.
+        used = {name: told for name, told in sums.items() if told is not None}
         return pickle.dumps((isas, _plain_kernels(), used, path.read_bytes()))
 
 
@@ -388,6 +390,7 @@ def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
     if lost := [path for path in damaged if path.exists()]:
         for path in lost:
             path.unlink()
+        forget_failures()
         raise DamagedError(lost)
     _forget_untuned()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
@@ -414,7 +417,8 @@ def _loaded_from(folder: Path) -> set[str]:
     loaded = [str(module.__file__) for module in PyCodeCache.modules]
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
-        loaded += [line.split(maxsplit=5)[-1] for line in lines]
+        # Those that were made anew since are loaded as they were.
+        loaded += [line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines]
     roots = {f"{folder}{os.sep}", f"{folder.resolve()}{os.sep}"}
     return {path.removeprefix(root) for path in loaded for root in roots if path.startswith(root)}
 
