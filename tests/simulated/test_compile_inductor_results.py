@@ -182,6 +182,7 @@ def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp
     assert torch.equal(one(x), x * 3.25 - 1.0)
     assert removed
     assert [event.missed for event in events] == [CacheMiss.CORRUPT]
+    assert missed_by(lambda x: x * 3.25 - 1.0, plan) == [None], "what the retry made is kept"
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
 
 
