@@ -122,17 +122,16 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
 def refuse_unresolved(pieces: Sequence[Piece]) -> None:
     """Errors: ``CompileError`` for a tensor that compiled code takes or returns and that is to be
     conjugated, or negated, when it is read: compilers make code for the memory as it is."""
-    for piece in pieces:
-        for node in (*piece.inputs, *piece.outputs) if piece.kind == "captured" else ():
+    for piece in [one for one in pieces if one.kind == "captured"]:
+        for node in (*piece.inputs, *piece.outputs):
             value = node.meta.get("example_value")
             if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-                do = "call resolve_conj() and resolve_neg() on it, or use backend='eager'"
                 raise CompileError(
                     f"{node.name} of {piece.name}",
                     expected="a tensor whose memory holds its values, where compiled code begins "
                     "and ends",
                     found="one that torch conjugates or negates when it is read",
-                    do=do,
+                    do="call resolve_conj() and resolve_neg() on it, or use backend='eager'",
                     source=line_of(node),
                 )
 

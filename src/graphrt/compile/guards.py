@@ -282,7 +282,7 @@ class Audit:
         if name not in self._objects and not is_foreign(_home_of(value)):
             code = compile(name, "<graphrt audit>", "eval")
             self._objects[name] = code, _owners(value, self._names)
-            self._sizes.update((kind, len(vars(kind))) for kind in type(value).__mro__)
+            self._sizes.update((base, len(vars(base))) for base in type(value).__mro__)
         if type(value) not in self._classes:
             self._classes.add(type(value))
             for method, function in _methods(type(value), self.traced):

@@ -5,7 +5,7 @@ Imported where something is compiled only: it loads the compiler, which takes se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -22,10 +22,8 @@ from graphrt.gc_pause import gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
 from graphrt.runner import CUDAGraphRunner, Example
+from graphrt.runner.comparisons import Varying
 from graphrt.runner.executor import Inputs
-
-Varying = Sequence[tuple[torch.Tensor, int, str]]
-"""Tensor, dimension, axis."""
 
 
 class CompiledPart:
