@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from functools import lru_cache
 from importlib.util import find_spec
+from time import time
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ _GRAPHRT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _TRACED = "<eval_with_key"
 _GENERATED = ("<graphrt", "<frozen", _TRACED)
+IMPORTED_AT = time()
+"""Seconds of the epoch: what this process runs of a file that changed later is another text."""
 TRACED_LINES = "traced_lines"
 """The attribute of a module of ``torch.fx`` that says for lines of its code which were traced."""
 

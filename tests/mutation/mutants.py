@@ -1356,7 +1356,7 @@ MUTANTS = [
     Mutant(
         "attribute that comes to hide a class's is not seen",
         "graphrt/compile/guards.py",
-        "if (found := _owners(self._now(code), self._names)) != owners:",
+        "if (found := _owners(self._now(code), self.names)) != owners:",
         "if False:",
         "simulated/test_compile_shapes.py",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from difflib import get_close_matches
@@ -81,12 +81,16 @@ class BlackBox:
     """Any backend, called as ``backend(graph, fake inputs)``. Nothing of it is cached."""
 
     keys: Sequence[Mapping[str, object]] = ()
+    versions: Mapping[str, str] = {}
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._backend = find_backend(name)
         self.is_opaque = name not in _SEEN_BY_RECORDERS
         """Whether its code hides kernels from dispatch modes, and may move what is written."""
+
+    def cache(self) -> None:
+        """It keeps nothing."""
 
     def compile(self, job: Job) -> Form:
         if self.name == "eager":
@@ -164,18 +168,20 @@ class Inductor:
         self._plan = plan
         self._index = f"{plan.compute_hash()}/rank_{rank}"
         self._cache: CompileCache | None = None
-        self._versions: Mapping[str, str] = {}
+        self.versions: Mapping[str, str] = {}
+        """Of torch and others, once ``cache`` was asked for."""
         self.keys: Sequence[Mapping[str, object]] = ()
 
     def compile(self, job: Job) -> Form:
         plan = self._plan
         partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
         with compiling(self.name, job.name, plan.cache_dir), partitions:
-            root = plan.cache_dir if plan.compile_cache else None
-            if root is None or plan.unhashable_passes or None in torch_api.own_passes().values():
-                missed = CacheMiss.DISABLED if root is None else CacheMiss.UNHASHABLE_PASS
+            cache = self.cache()
+            if cache is None:
+                is_off = plan.cache_dir is None or not plan.compile_cache
+                missed = CacheMiss.DISABLED if is_off else CacheMiss.UNHASHABLE_PASS
                 return Form(torch_api.fast_call(self._compiled(job)), missed)
-            cache, key = self._entry(job, root)
+            key = self._key_of(job, cache)
             try:
                 form = self._loaded_or_compiled(job, cache, key, cache.inductor_folder)
             except Exception as error:
@@ -221,15 +227,22 @@ class Inductor:
         piece = f"{job.structure} {job.sizes}, {job.bounds}"
         return torch_api.compile_by_inductor(job.module, job.inputs, options, piece)
 
-    def _entry(self, job: Job, root: Path) -> tuple[CompileCache, str]:
-        devices = {one.device for one in tensors_of(job.inputs)}
+    def cache(self) -> CompileCache | None:
+        """Where compiled code is kept; None: nowhere."""
+        root = self._plan.cache_dir if self._plan.compile_cache else None
+        if root is None or self._plan.unhashable_passes or None in torch_api.own_passes().values():
+            return None
         if self._cache is None:
             self._cache = CompileCache(root)
-            self._versions = torch_api.versions(self._cache)
-            self._cache.torch = key_of(self._versions)
+            self.versions = torch_api.versions(self._cache)
+            self._cache.torch = key_of(self.versions)
+        return self._cache
+
+    def _key_of(self, job: Job, cache: CompileCache) -> str:
+        devices = {one.device for one in tensors_of(job.inputs)}
         factors = {
-            "torch": self._versions,
-            "device": ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)})),
+            "torch": self.versions,
+            "device": device_text(devices),
             "structure": job.structure,
             "sizes": (*job.sizes, job.bounds),
             "plan": self._plan.compute_hash(),
@@ -242,10 +255,15 @@ class Inductor:
                 "inference mode": torch.is_inference_mode_enabled(),
             },
         }
-        self._cache.device = self._cache.device or str(factors["device"])
+        cache.device = cache.device or str(factors["device"])
         key = key_of(factors)
         self.keys = [*self.keys, {"piece": job.name, "key": key, **factors}]
-        return self._cache, key
+        return key
+
+
+def device_text(devices: Iterable[torch.device]) -> str:
+    """What compiled code for ``devices`` depends on, in words."""
+    return ", ".join(sorted({platform.machine(), *map(torch_api.device_name, devices)}))
 
 
 def _inductor_folder(cache: CompileCache, folder: Path) -> AbstractContextManager[None]:

@@ -67,6 +67,10 @@ class CompileCache:
         """Of Inductor's own caches: an entry that is loaded without them compiles its kernels."""
         return self._folder / "inductor"
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, good or not."""
+        return self._path(key).is_file()
+
     def read(self, key: str) -> bytes | CacheMiss:
         """The payload of an entry, or why it cannot be used. Raises nothing."""
         path = self._path(key)

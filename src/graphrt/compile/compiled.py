@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -15,8 +16,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
-from graphrt.compile import effects, ranges, splitter, torch_api
-from graphrt.compile.backends import BlackBox, Inductor, Job
+from graphrt.compile import effects, kept_graphs, kept_traces, ranges, splitter, torch_api
+from graphrt.compile.backends import BlackBox, Inductor, Job, device_text
+from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.custom_ops import SizedForm, sized_forms
 from graphrt.compile.dump import Dump
 from graphrt.compile.failures import (
@@ -27,6 +29,8 @@ from graphrt.compile.failures import (
     translated,
 )
 from graphrt.compile.guards import Audit, Contract, argument_name
+from graphrt.compile.kept_graphs import NotKeptError
+from graphrt.compile.kept_traces import KeptTrace
 from graphrt.compile.partition import Cuts, cut_operator, refuse_other_devices
 from graphrt.compile.passes import remove_noops, share_masks
 from graphrt.compile.ranges import Axis, Range, Symbols
@@ -36,11 +40,13 @@ from graphrt.errors import (
     CompileError,
     ContractError,
     GraphBreakError,
+    GraphrtError,
     RecompileError,
     ShapeGuardError,
     copy_error,
 )
 from graphrt.events import CacheMiss, Compiled as CompiledEvent, Observer
+from graphrt.values import tensors_of
 
 _NO_AXES: frozenset[str] = frozenset()
 
@@ -67,6 +73,10 @@ class CompileReport(NamedTuple):
     """Why these were not loaded from the cache."""
     num_loaded: int = 0
     """Compiled forms that came from the cache."""
+    is_trace_kept: bool = False
+    """Whether the trace is that of an earlier process."""
+    why_traced: str = ""
+    """Why it is not, or why a later process cannot use this one."""
     unmatched_splitting_ops: tuple[str, ...] = ()
     """Those that the traced graph does not have."""
     side_effects: tuple[str, ...] = ()
@@ -145,6 +155,17 @@ class Compiled:
         """By axes that have size 1: others are alike for every size only if they are backed."""
         self._ones = _NO_AXES
         """Of the trace that is made."""
+        self.keeps_traces = True
+        """Whether later processes may use its traces, and it those of earlier ones: to compare
+        them, the model runs more often."""
+        self._sizes: Mapping[str, int] | None = None
+        """Of the next trace, if it may be kept."""
+        self._is_tried_backed = False
+        """Whether sizes are backed because they are in a trace that was kept."""
+        self._is_confirming = False
+        self._kept: _Kept | None = None
+        """The trace of an earlier process, compared in a run at other sizes."""
+        self._why_traced = ""
         self.is_audit_due = False
         """Whether the next call is to compare what the trace read."""
 
@@ -182,6 +203,94 @@ class Compiled:
             self._shapes = None
         self._looked_at = varying, shapes
 
+    def has_kept(self, sizes: Mapping[str, int]) -> bool:
+        """Whether an earlier process kept a trace of calls that have these sizes, which the next
+        trace is to be of. Before it is used ``confirm`` is to compare it at others."""
+        self._sizes, self._kept = sizes, None
+        if self._is_there():
+            return True
+        if self.is_backed or self._plan.dynamic_shapes != "auto" or self._traces:
+            return False
+        self.is_backed = self._is_tried_backed = True
+        if self._is_there():
+            self._notes = ("dynamic_shapes: backed, as in the trace that was kept",)
+            return True
+        self._try_unbacked()
+        return False
+
+    def _is_there(self) -> bool:
+        place = self._place_of_kept()
+        return place is not None and place[0].has(place[1])
+
+    def _try_unbacked(self) -> None:
+        if self._is_tried_backed:
+            self.is_backed = self._is_tried_backed = False
+            self._notes = ()
+
+    def confirm(self, run: Callable[[], object]) -> None:
+        """Compare the trace that was kept with the first call that ``run`` makes, at other sizes
+        than the trace's. There it ends. Where it fails before that, the trace is made anew."""
+        self._is_confirming = True
+        try:
+            run()
+        except _ComparedError:
+            pass
+        except Exception as error:  # noqa: BLE001 - a start that keeps nothing does not run it
+            self._kept = None
+            self._why_traced = f"a run at other sizes: {type(error).__name__}: {error}"
+        finally:
+            self._is_confirming = False
+        if self._kept is None:
+            self._try_unbacked()
+
+    def _place_of_kept(self) -> tuple[CompileCache, str] | None:
+        """Where the next trace is kept, and under which key; None if it is not."""
+        plan, cache, sizes = self._plan, self._compiler.cache(), self._sizes
+        if (
+            cache is None
+            or sizes is None
+            or not self.keeps_traces
+            or plan.guard_policy == "keep"
+            or plan.use_inductor_graph_partition
+            or not torch_api.may_compile()
+        ):
+            return None
+        factors = {
+            "torch": self._compiler.versions,
+            "dynamo": torch_api.options_of_traces(),
+            "plan": plan.compute_hash(),
+            "model": self._identity,
+            "limits": self._limits,
+            "backed": self.is_backed,
+            "ones": sorted(axis for axis in sizes if self.is_backed and sizes[axis] == 1),
+        }
+        return cache, key_of(factors)
+
+    @cached_property
+    def _identity(self) -> str:
+        return kept_traces.target_of(self.runnable)
+
+    def _confirm(self, args: Any, kwargs: Any) -> None:
+        place = self._place_of_kept()
+        if place is None:
+            return
+        cache, key = place
+        cache.device = cache.device or _devices_of(args, kwargs)
+        found = cache.read(key)
+        if not isinstance(found, bytes):
+            self._why_traced = f"cache: {found.name}"
+            return
+        try:
+            kept: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
+            graph, mode = kept_graphs.from_bytes(kept.graph, is_backed=self.is_backed)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is made anew
+            self._why_traced = f"cache: {type(error).__name__}: {error}"
+            return
+        root, _ = own_root(self.runnable)
+        self._why_traced = kept_traces.difference(kept, graph, root, args, kwargs)
+        if not self._why_traced:
+            self._kept = _Kept(kept, graph, mode)
+
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
             axis for tensor, dim, axis in varying if self.is_backed and tensor.shape[dim] == 1
@@ -215,6 +324,9 @@ class Compiled:
             except Exception as error:
                 self._dump.failed(error, self._compiler.keys)
                 raise
+        if self._is_confirming:
+            self._confirm(args, kwargs)
+            raise _ComparedError
         trace = self._traces.get(_NO_AXES)
         if self.is_backed and self._traces:
             ones, trace = next(iter(self._traces.items()))
@@ -305,6 +417,11 @@ class Compiled:
             axes.setdefault(id(tensor), {})[dim] = axis
         contract = Contract(args, kwargs, axes, self._limits, 2 if self.is_backed else 1)
         contract.check(args, kwargs)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            with_kept = self._call_kept(kept, args, kwargs, axes, contract)
+            if with_kept is not None:
+                return with_kept[0]
         root, scope = own_root(self.runnable)
         is_kept = self._plan.guard_policy == "keep"
         audit = Audit(scope, root.__globals__, contract, at_calls=is_kept)
@@ -316,7 +433,7 @@ class Compiled:
             return compilers.pop().run(graph, inputs)
 
         try:
-            outputs, call, audit.guards = torch_api.traced(
+            traced = torch_api.traced(
                 root, backend, audit.chosen, args, kwargs, guards_hooks=audit.at_calls
             )
         except OF_TRACING as error:
@@ -325,7 +442,7 @@ class Compiled:
         finally:
             compilers.clear()
             effects.put_back(found.held)
-        if call is None:
+        if traced.call is None:
             raise told_not_to_compile()
         if found.report is None:
             raise CompileError(
@@ -335,17 +452,100 @@ class Compiled:
                 do="run it uncompiled (level 0)",
             )
         found.refuse_shape_guards()
-        self._traces[self._ones] = _Trace(call, contract, audit)
-        if len(self._traces) > 1:
-            return outputs
+        audit.guards = traced.guards
+        self._keep(traced, found, contract, audit, _devices_of(args, kwargs))
+        self._note(_Trace(traced.call, contract, audit), found, is_kept=False)
+        return traced.results
+
+    def _keep(
+        self,
+        traced: torch_api.Traced,
+        found: _Compilation,
+        contract: Contract,
+        audit: Audit,
+        devices: str,
+    ) -> None:
+        """Let later processes use the trace."""
+        place = self._place_of_kept()
+        if place is None:
+            return
+        cache, key = place
+        cache.device = cache.device or devices
+        try:
+            if found.graph is None:
+                raise NotKeptError(found.why_not_kept)
+            payload = kept_traces.to_bytes(traced, found.graph, contract, audit)
+        except NotKeptError as error:
+            self._why_traced = f"not kept: {error}"
+        else:
+            cache.write(key, payload, {"piece": "trace", "sizes": ", ".join(sorted(self._ones))})
+
+    def _call_kept(
+        self,
+        kept: _Kept,
+        args: Any,
+        kwargs: Any,
+        axes: Mapping[int, Mapping[int, str]],
+        contract: Contract,
+    ) -> tuple[Any] | None:
+        """What the call returns, made with a kept trace. None if that is not one of this model."""
+        root, scope = own_root(self.runnable)
+        audit = Audit(scope, root.__globals__, contract, at_calls=False)
+        found = _Compilation(self, axes, audit)
+
+        def first(*inputs: Any) -> Any:
+            self._dump.graph("dynamo.py", kept.graph)
+            with tracing(TracingContext(kept.mode)):
+                run = torch_api.uncompiled(found.compiled(kept.graph, inputs, ()))
+            root.__globals__[kept.trace.entry] = run
+            return run(*inputs)
+
+        try:
+            call = kept_traces.function_of(kept.trace, root, first)
+            self._why_traced = kept_traces.audited(
+                kept.trace, root, contract, audit
+            ) or kept_traces.difference(kept.trace, kept.graph, root, args, kwargs)
+            if self._why_traced:
+                return None
+            root.__globals__[kept.trace.entry] = first
+            outputs = call(*args, **kwargs)
+        except GraphrtError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
+            self._why_traced = f"{type(error).__name__}: {error}"
+            return None
+        finally:
+            effects.put_back(found.held)
+        self._note(_Trace(call, contract, audit), found, is_kept=True)
+        return (outputs,)
+
+    def _note(self, trace: _Trace, found: _Compilation, *, is_kept: bool) -> None:
+        self._traces[self._ones] = trace
+        if len(self._traces) > 1 or found.report is None:
+            return
         self.report = found.report._replace(
-            pieces=tuple(found.infos), num_audited=len(audit.kept), notes=self._notes
+            pieces=tuple(found.infos),
+            num_audited=len(trace.audit.kept),
+            notes=self._notes,
+            is_trace_kept=is_kept,
+            why_traced=self._why_traced,
         )
         keys, misses = self._compiler.keys, self.report.misses
-        self._dump.json("guards.json", lambda: {"compared": audit.told})
+        self._dump.json("guards.json", lambda: {"compared": trace.audit.told})
         self._dump.json("cache.json", lambda: {"asked": keys, "misses": misses})
         self._dump.json("report.json", self.report._asdict)
-        return outputs
+
+
+class _ComparedError(Exception):
+    """Ends a run that was made to compare a trace with it."""
+
+
+class _Kept(NamedTuple):
+    """A trace of an earlier process, in this one."""
+
+    trace: KeptTrace
+    graph: fx.GraphModule
+    mode: Any
 
 
 _Forms = dict[fx.GraphModule, tuple[Callable[..., Any], Callable[..., Described]]]
@@ -374,6 +574,9 @@ class _Compilation:
         self.held = effects.Copies()
         """What the run of the traced call writes."""
         self.report: CompileReport | None = None
+        self.graph: bytes | None = None
+        """As it was traced, for another process."""
+        self.why_not_kept = ""
         self._missed: Counter[CacheMiss | None] = Counter()
         """None: loaded."""
         self._seconds = {"compile": 0.0, "load": 0.0}
@@ -390,11 +593,22 @@ class _Compilation:
         owner = self._owner
         owner._dump.graph("dynamo.py", graph)
         self._audit.changed = side_effects = refuse_side_effects()
-        self._audit.traced = frozenset(TracingContext.get_traced_code() or ())
-        began = perf_counter()
+        self._audit.note_traced(TracingContext.get_traced_code() or ())
         refuse_values(graph, owner._ops.find)
         if not owner.is_backed:
             refuse_dropped_sizes(graph)
+        if owner._place_of_kept() is not None:
+            try:
+                self.graph = kept_graphs.to_bytes(graph, self._symbols_of(graph, inputs).axes)
+            except NotKeptError as error:
+                self.why_not_kept = str(error)
+        return self.compiled(graph, inputs, side_effects)
+
+    def compiled(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], side_effects: tuple[str, ...]
+    ) -> Callable[..., Any]:
+        """What calls the pieces of ``graph``, all compiled."""
+        owner, began = self._owner, perf_counter()
         symbols = self._symbols = self._symbols_of(graph, inputs)
         num_noops = self._tidy(graph)
         pieces, unmatched = self._cut(graph, symbols)
@@ -546,6 +760,10 @@ class _Compilation:
 
 def _captured(pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.kind == "captured"]
+
+
+def _devices_of(args: Any, kwargs: Any) -> str:
+    return device_text({one.device for one in tensors_of((args, kwargs))})
 
 
 def _at(places: Sequence[int], args: Any, _: Any) -> list[Any]:

@@ -86,6 +86,13 @@ class Contract:
         }
         """Expressions of what ``check`` compares: all but what is in such objects."""
 
+    @property
+    def told(self) -> list[tuple[str, object]]:
+        """What each argument was, by its name, and each mode."""
+        leaves = [tuple(leaf) if isinstance(leaf, _Tensor) else leaf for leaf in self._leaves]
+        form = ("the form of the arguments", (str(self._structure), self._same))
+        return [form, *zip(self._names, leaves, strict=True), *self._environment.items()]
+
     def check(self, args: Any, kwargs: Any) -> None:
         """Errors: ``ContractError`` with argument, expected and found.
 
@@ -221,8 +228,7 @@ class Audit:
 
     torch's own guards compare it, those that ``chosen`` chooses while they are made; but tensors,
     whose guards also tell gradients and modes, and hooks, whose guards take long to make.
-    ``at_calls``: those too, because each call asks the guards. ``changed``: globals that the traced
-    code changes. ``traced``: all code that was traced.
+    ``at_calls``: those too, because each call asks the guards.
     """
 
     def __init__(
@@ -235,10 +241,14 @@ class Audit:
     ) -> None:
         self.at_calls = at_calls
         self.changed: Sequence[str] = ()
-        self.traced: Collection[CodeType] = ()
+        """Globals that the traced code changes."""
+        self.traced: frozenset[CodeKey] = frozenset()
+        """All code that was traced."""
+        self.names: frozenset[str] = frozenset()
+        """That this code has."""
         self.guards: Any = None
         """Made when the trace is compiled."""
-        self._scope = {**scope, **contract.scope}
+        self.scope = {**scope, **contract.scope}
         self._by_contract = contract.compared
         # Guards name an array of NumPy as the tensor that the trace has in its place.
         self._globals = {"G": globals_, "___from_numpy": torch.as_tensor}
@@ -252,7 +262,6 @@ class Audit:
         """Those of them that no guard of torch's compares."""
         self._classes: set[type] = set()
         """Whose methods are among these."""
-        self._names: frozenset[str] = frozenset()
         self._sizes: dict[type, int] = {}
         """How much is in the dicts of their classes."""
         self._objects: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -266,8 +275,29 @@ class Audit:
 
     def chosen(self, guards: Sequence[Any]) -> list[bool]:
         """Which of the guards stay."""
-        self._names = frozenset(name for code in self.traced for name in code.co_names)
         return [self._stays(guard.guard_type, guard.name, guard.value) for guard in guards]
+
+    def note_traced(self, codes: Iterable[CodeType]) -> None:
+        """Note what code was traced, before the guards are chosen."""
+        found = [*codes]
+        self.traced = frozenset(map(_key_of, found))
+        self.names = frozenset(name for code in found for name in code.co_names)
+
+    def value_of(self, expression: str) -> object:
+        """What stands there now; an exception where nothing does."""
+        return self._now(compile(expression, "<graphrt audit>", "eval"))
+
+    def read(self) -> Iterator[tuple[str, object]]:
+        """Each thing that is compared, by its expression, as it stands there now."""
+        for kind, name, _ in self.kept:
+            value = self.value_of(name)
+            # Guards of what is in a container, or is not, say that themselves.
+            is_of_type = kind == "TYPE_MATCH" or kind.endswith("_CONTAINS")
+            yield f"{kind} {name}", type(value) if is_of_type else value
+        for name, (_, told) in self._compared.items():
+            yield f"{name} compared", told[0] if isinstance(told, tuple) and told else told
+        for name, (_, owners) in self._objects.items():
+            yield f"{name} names", sorted(owners.items())
 
     def _stays(self, kind: str, name: str, value: object) -> bool:
         is_changed = any(re.match(rf"{re.escape(one)}\b", as_written(name)) for one in self.changed)
@@ -281,7 +311,7 @@ class Audit:
             self._compare(name, value, is_unguarded)
         if name not in self._objects and not is_foreign(_home_of(value)):
             code = compile(name, "<graphrt audit>", "eval")
-            self._objects[name] = code, _owners(value, self._names)
+            self._objects[name] = code, _owners(value, self.names)
             self._sizes.update((base, len(vars(base))) for base in type(value).__mro__)
         if type(value) not in self._classes:
             self._classes.add(type(value))
@@ -303,7 +333,7 @@ class Audit:
         if not torch_api.has_modes() and (
             any(_told(self._now(code)) != told for code, told in self._unguarded)
             or any(len(vars(kind)) != size for kind, size in self._sizes.items())
-            or not self.guards.check(self._scope)
+            or not self.guards.check(self.scope)
         ):
             self.check(RecompileError)
 
@@ -312,8 +342,8 @@ class Audit:
         for name, (code, told) in self._compared.items():
             if (now := _told(self._now(code))) != told:
                 raise _changed(kind, as_written(name), str(told), str(now))
-        if not self.guards.check(self._scope):
-            reasons = self.guards.check_verbose(self._scope).verbose_code_parts
+        if not self.guards.check(self.scope):
+            reasons = self.guards.check_verbose(self.scope).verbose_code_parts
             reason = as_written(" ".join(reasons))
             # torch says of lengths alone what is wrong.
             reason = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", reason)
@@ -322,14 +352,14 @@ class Audit:
             name = max(names, key=len, default=reason)
             raise _changed(kind, as_written(name), reason, shown(self._now(name)))
         for name, (code, owners) in self._objects.items():
-            if (found := _owners(self._now(code), self._names)) != owners:
+            if (found := _owners(self._now(code), self.names)) != owners:
                 one = next(n for n in {**owners, **found} if found.get(n) != owners.get(n))
                 told, now = (each.get(one, "no such attribute") for each in (owners, found))
                 raise _changed(kind, f"{as_written(name)}.{one}", told, now)
 
     def _now(self, code: Any) -> object:
         try:
-            return eval(code, self._globals, self._scope)
+            return eval(code, self._globals, self.scope)
         except Exception as error:  # noqa: BLE001 - whatever it is, it stands there no more
             return error
 
@@ -381,12 +411,21 @@ def _told(value: object) -> object:
     return type(value), value.dtype, value.device, tuple(value.shape), stride, bits
 
 
-def _methods(kind: type, traced: Collection[CodeType]) -> Iterator[tuple[str, object]]:
+CodeKey = tuple[str, int, str]
+"""File, line and name of some code."""
+
+
+def _key_of(code: CodeType) -> CodeKey:
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def _methods(kind: type, traced: Collection[CodeKey]) -> Iterator[tuple[str, object]]:
     """Those methods of a class whose code was traced: torch takes them for granted."""
     for place, owner in enumerate(kind.__mro__):
         for name, made in vars(owner).items():
             code = getattr(getattr(made, "__func__", made), "__code__", None)
-            if code in traced or (name == "__call__" and isinstance(made, FunctionType)):
+            is_traced = isinstance(code, CodeType) and _key_of(code) in traced
+            if is_traced or (name == "__call__" and isinstance(made, FunctionType)):
                 yield name, getattr(kind, name)
                 yield f"__mro__[{place}].{name}", getattr(owner, name)
 

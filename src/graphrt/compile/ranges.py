@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -113,50 +114,79 @@ class Symbols:
 
         In a new environment of shapes, so that nothing which one form assumes is left to another.
         """
-        env = ShapeEnv()
-        mode = FakeTensorMode(shape_env=env)
-        known: dict[Any, Any] = {}
-        made: dict[Any, Axis] = {}
-
-        def new_symbol(symbol: Any) -> Any:
-            about = self.axes.get(symbol)
-            bounds = sizes if about and about.name == axis else None
-            if bounds and bounds.is_static:
-                return sympy.Integer(bounds.start)
-            least, most = bounds[:2] if bounds else (1, about.most) if about else (0, None)
-            if self._is_backed and about:
-                new = _backed(env, str(symbol), max(least, 2), max(most or 2, 2))
-                made[new] = about
-                return new
-            with env.ignore_fresh_unbacked_symbols():
-                unbacked = env.create_unbacked_symint()
-            _constrain_range_for_size(unbacked, least, most)
-            return unbacked.node.expr
-
-        def value(size: Any) -> Any:
-            if not isinstance(size, torch.SymInt):
-                return size
-            expression = size.node.expr
-            for symbol in sorted(expression.free_symbols, key=str):
-                if symbol not in known:
-                    known[symbol] = new_symbol(symbol)
-            expression = expression.xreplace(known)
-            if expression.is_number:
-                return int(expression)
-            hint = expression.xreplace(env.backed_var_to_val) if made else expression
-            return env.create_symintnode(expression, hint=int(hint) if hint.is_number else None)
+        fresh = FreshSymbols(self.axes, axis, sizes, is_backed=self._is_backed)
 
         def fake(node: fx.Node) -> Any:
             example = node.meta.get("example_value")
             if not isinstance(example, torch.Tensor):
-                return value(example)
-            shape, stride = map(value, example.shape), map(value, example.stride())
-            with mode:
+                return fresh.value(example)
+            shape, stride = map(fresh.value, example.shape), map(fresh.value, example.stride())
+            with fresh.mode:
                 return torch.empty_strided(
                     tuple(shape), tuple(stride), dtype=example.dtype, device=example.device
                 )
 
-        return mode, [fake(node) for node in nodes], made
+        return fresh.mode, [fake(node) for node in nodes], fresh.made
+
+
+class FreshSymbols:
+    """Symbols in a mode of their own, in place of those of a trace, which stand for ``axes``.
+
+    ``axis`` has ``sizes`` there; None: each axis has all that it may have.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[Any, Axis],
+        axis: str = "",
+        sizes: Range | None = None,
+        *,
+        is_backed: bool,
+    ) -> None:
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env)
+        self.made: dict[Any, Axis] = {}
+        """Those that are backed."""
+        self._axes, self._axis, self._sizes, self._is_backed = axes, axis, sizes, is_backed
+        self._known: dict[Any, Any] = {}
+        self._numbers: dict[Any, Any] = {}
+
+    def value(self, size: Any) -> Any:
+        """A size of the trace, here."""
+        return self.number(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+    def number(self, expression: Any) -> Any:
+        """What an expression of symbols of the trace is here: a number, or a truth value."""
+        if expression not in self._numbers:
+            self._numbers[expression] = self._new_number(expression)
+        return self._numbers[expression]
+
+    def _new_number(self, expression: Any) -> Any:
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self._known:
+                self._known[symbol] = self._new_symbol(symbol)
+        expression = expression.xreplace(self._known)
+        if isinstance(expression, Boolean) and not expression.is_Symbol:
+            return self._env.create_symboolnode(expression)
+        if expression.is_number:
+            return int(expression)
+        hint = expression.xreplace(self._env.backed_var_to_val) if self.made else expression
+        return self._env.create_symintnode(expression, hint=int(hint) if hint.is_number else None)
+
+    def _new_symbol(self, symbol: Any) -> Any:
+        about = self._axes.get(symbol)
+        bounds = self._sizes if about and about.name == self._axis else None
+        if bounds and bounds.is_static:
+            return sympy.Integer(bounds.start)
+        least, most = bounds[:2] if bounds else (1, about.most) if about else (0, None)
+        if self._is_backed and about:
+            new = _backed(self._env, str(symbol), max(least, 2), max(most or 2, 2))
+            self.made[new] = about
+            return new
+        with self._env.ignore_fresh_unbacked_symbols():
+            unbacked = self._env.create_unbacked_symint()
+        _constrain_range_for_size(unbacked, least, most)
+        return unbacked.node.expr
 
 
 def sizes_of(nodes: Iterable[fx.Node]) -> Iterator[tuple[Any, tuple[int, int]]]:

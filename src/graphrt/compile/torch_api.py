@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from hashlib import sha256
@@ -20,7 +20,7 @@ from logging import CRITICAL, Logger
 from pathlib import Path
 from traceback import FrameSummary, walk_tb
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -28,11 +28,14 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.async_compile
 from torch import fx
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._decomp import global_decomposition_table as decomposition_table
 from torch._dynamo import config as dynamo_config, eval_frame, guards, symbolic_convert
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
+from torch._guards import Guard, GuardsSet
 from torch._inductor import (
     codecache,
     config as inductor_config,
@@ -50,6 +53,7 @@ from torch._library.simple_registry import singleton
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.compile.cache import CompileCache, key_of
@@ -100,6 +104,39 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
 
+class GuardParts(NamedTuple):
+    """A guard, for another process."""
+
+    guard_type: str
+    name: str
+    """Of what it is about: an expression."""
+    made_of: tuple[Any, Any] | None
+    """None for one that is not made."""
+    value: object = None
+    """What it is about, in the process that makes it again."""
+
+
+def _parts_of(guard: Any, is_made: bool) -> GuardParts:
+    own = guard.orig_guard
+    made_of = (own.originating_source, own.create_fn) if is_made else None
+    return GuardParts(guard.guard_type, guard.name, made_of)
+
+
+class Traced(NamedTuple):
+    """What Dynamo made of a function."""
+
+    results: Any
+    """Of the traced call."""
+    call: FunctionType | None = None
+    """Does the same and asks Dynamo nothing; None where Dynamo left the function as it is."""
+    guards: Any = None
+    """Those that were chosen."""
+    parts: Sequence[GuardParts] = ()
+    """Of all guards."""
+    ordered: Any = frozenset()
+    """Sources of dicts of which guards compare the order."""
+
+
 def traced(
     root: FunctionType,
     backend: Callable[..., Any],
@@ -108,11 +145,12 @@ def traced(
     kwargs: Any,
     *,
     guards_hooks: bool,
-) -> tuple[Any, Callable[..., Any] | None, Any]:
-    """What a call of ``root`` returns, compiled by ``backend``; a function that does the same and
-    asks Dynamo nothing, None where Dynamo left ``root`` as it is; and those of its guards that are
-    ``chosen``. ``guards_hooks``: of hooks torch makes none by default."""
+) -> Traced:
+    """A call of ``root``, compiled by ``backend``. ``chosen``: which of the guards stay;
+    ``guards_hooks``: of hooks torch makes none by default."""
     is_chosen = is_short = False
+    parts: list[GuardParts] = []
+    ordered: Any = frozenset()
     # Dynamo keeps ``choose`` where a trace fails: what it refers to is taken out of this list.
     choosers = [chosen]
     build = CheckFunctionManager.build_guards
@@ -120,12 +158,14 @@ def traced(
     def choose(found: Sequence[Any]) -> list[bool]:
         nonlocal is_chosen
         is_chosen = True
-        return choosers[0](found)
+        stays = choosers[0](found)
+        parts.extend(map(_parts_of, found, stays))
+        return stays
 
     def build_chosen(owner: Any, found: Any, *about: Any, **options: Any) -> Any:
-        nonlocal is_short
+        nonlocal is_short, ordered
         if any(one is root.__code__ for one in about):
-            is_short = not is_chosen
+            is_short, ordered = not is_chosen, owner.output_graph.guard_on_key_order
             # Those of no name refuse sizes that became numbers.
             found = [one for one in found if not (is_short and one.name)]
         return build(owner, found, *about, **options)
@@ -162,14 +202,65 @@ def traced(
     except RuntimeError as error:
         if not is_told_not_to(error):
             raise
-        return None, None, None
+        return Traced(None)
     finally:
         choosers.clear()
     assert not is_short, "Dynamo makes guards of those that were chosen"
     for made in eval_frame._debug_get_cache_entry_list(root.__code__):
         call = FunctionType(made.code, root.__globals__, "root", None, root.__closure__)
-        return results, call, made.guard_manager
-    return results, None, None
+        return Traced(results, call, made.guard_manager, parts, ordered)
+    return Traced(results)
+
+
+def guards_of(
+    root: FunctionType, scope: Mapping[str, Any], parts: Iterable[GuardParts], ordered: Any
+) -> Any:
+    """Guards about what stands in ``scope`` and in the globals of ``root`` now, as ``traced`` has
+    them of what stood there. ``ordered``: as there."""
+    made = [Guard(*one.made_of) for one in parts if one.made_of is not None]
+    state = OutputGraphGuardsState(
+        local_scope=dict(scope),
+        global_scope=root.__globals__,
+        torch_function_mode_stack=[],
+        guard_on_key_order=ordered,
+        input_source_to_sizes_strides={},
+        dual_level=0,
+        functorch_layers=[],
+        current_device=None,
+        global_state_guard=GlobalStateGuard(),
+        _guards=GuardsSet(OrderedSet(made)),
+        _aotautograd_guards=[],
+        skip_guards_check=True,
+    )
+    with _replaced(guards, "get_verbose_code_part", lambda code, _: code):
+        checks = CheckFunctionManager(
+            root.__code__,
+            OutputGraphCommon(state),
+            runtime_global_scope=root.__globals__,
+        )
+    return checks.guard_manager
+
+
+def options_of_traces() -> dict[str, object]:
+    """Dynamo's configuration, but for folders, and for what ``traced`` says by ``dynamic``, which
+    stays where a trace fails."""
+    own = ("base_dir", "debug_dir_root", "automatic_dynamic_shapes", "assume_static_by_default")
+    options = dynamo_config.save_config_portable()
+    return {
+        name: sorted(map(str, value)) if isinstance(value, set) else value
+        for name, value in options.items()
+        if name not in own
+    }
+
+
+def may_compile() -> bool:
+    """Whether Dynamo compiles what it is given to compile."""
+    return eval_frame._stance.stance == "default" and not dynamo_config.disable
+
+
+def seemingly_compiled() -> AbstractContextManager[None]:
+    """While entered, models take the branch that they take where they are traced."""
+    return _replaced(torch.compiler, "_is_compiling_flag", True)
 
 
 def is_told_not_to(error: RuntimeError) -> bool:

@@ -21,6 +21,7 @@ from graphrt.events import Event, Invalidated, Observer
 from graphrt.gc_pause import gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
+from graphrt.parallel.exchange import is_one_of_several
 from graphrt.runner import CUDAGraphRunner, Example
 from graphrt.runner.comparisons import Varying
 from graphrt.runner.executor import Inputs
@@ -142,15 +143,23 @@ class CompiledPart:
             code.trace(run, [(x, dim, TOKENS) for x, dim, _ in varying] if as_one_axis else varying)
 
         code = self._code
+        if isinstance(code, Compiled):
+            # Ranks meet in collectives of the model: none may run it more often than the others.
+            code.keeps_traces = not is_one_of_several()
         if self._part is not None and isinstance(code, Compiled):
             # Its arguments may be computed by the model around it.
-            half = {TOKENS: max(1, tokens // 2), REQUESTS: max(1, requests // 2)}
-            runner.trace(half, code.look, like)
-        runner.trace({TOKENS: tokens, REQUESTS: requests}, trace, like)
+            runner.trace(_half({TOKENS: tokens, REQUESTS: requests}), code.look, like)
+
+        def trace_at(sizes: Mapping[str, int], like: Any = None) -> None:
+            if isinstance(code, Compiled) and code.has_kept(sizes):
+                code.confirm(lambda: runner.trace(_half(sizes), lambda run, _: run(), like))
+            runner.trace(sizes, trace, like)
+
+        trace_at({TOKENS: tokens, REQUESTS: requests}, like)
         if code.is_backed and requests > 1 and self._has_both_axes and not as_one_axis:
-            runner.trace({TOKENS: tokens, REQUESTS: 1}, trace)
+            trace_at({TOKENS: tokens, REQUESTS: 1})
         if code.is_backed and tokens > 1:
-            runner.trace({TOKENS: 1, REQUESTS: 1}, trace)
+            trace_at({TOKENS: 1, REQUESTS: 1})
 
     def audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
@@ -162,6 +171,10 @@ class CompiledPart:
         if part is not None and vars(part).get("forward") is self._code:
             del part.forward
             vars(part).update(self._forward)
+
+
+def _half(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: max(1, size // 2) for axis, size in sizes.items()}
 
 
 def _refuse_in_recordings() -> None:

@@ -119,6 +119,10 @@ class RuntimeReport(RunnerReport):
                 f"compiled, {found.num_unique} unique; {found.num_compiles} compiles, "
                 f"{found.num_loaded} from the cache, {found.compilation_time:.2f} s"
             )
+            if found.is_trace_kept:
+                lines.append("  traced by an earlier process")
+            elif found.why_traced:
+                lines.append(f"  traced here: {found.why_traced}")
             lines += [f"  {note}" for note in found.notes]
         return "\n".join([*lines, "", RunnerReport.__str__(self)])
 

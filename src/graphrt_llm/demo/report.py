@@ -170,6 +170,7 @@ def _compiled(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
             "backend": report.backend,
             "compiles": report.num_compiles,
             "cache_hits": report.num_loaded,
+            "trace_from_cache": report.is_trace_kept,
         }
         for outcome in outcomes
         if (report := outcome.runtime.compile) is not None

@@ -1,0 +1,257 @@
+"""Traces that earlier processes made: kept beside compiled code, compared before they are used.
+
+A trace is used again only if the files of the traced code are the same, all that its guards are
+about is told the same, and runs of the model and of the graph make the same calls, at the sizes of
+the trace and at others. What a trace read without a guard is found by these runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import marshal
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from graphrt.compile import effects, torch_api
+from graphrt.compile.guards import Audit, Contract
+from graphrt.compile.kept_graphs import NotKeptError
+from graphrt.compile.torch_api import GuardParts, Traced
+from graphrt.externals.places import module_of
+from graphrt.source import IMPORTED_AT
+
+_HOST = (type(None), bool, int, float, complex, str, bytes)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+"""Of sizes: Dynamo writes them into graphs."""
+_LEFT_OUT = frozenset(f"aten::{name}" for name in (*_EMPTY, *_CHECKS))
+
+
+class KeptTrace(NamedTuple):
+    """What another process needs of a trace."""
+
+    code: bytes
+    """Of the function that Dynamo made of the root."""
+    entry: str
+    """The global of it that is the graph."""
+    modules: Mapping[str, str]
+    """Its globals that are modules, "" for all that is built in."""
+    graph: bytes
+    guards: Sequence[GuardParts]
+    ordered: Any
+    """Sources of dicts whose order matters."""
+    codes: Sequence[tuple[str, int, str]]
+    """File, line and name of all that was traced."""
+    names: Sequence[str]
+    """That this has."""
+    read: Mapping[str, str]
+    """What was read, in words: files, arguments, and by expression what the guards are about."""
+
+
+def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> bytes:
+    """Errors: ``NotKeptError`` for a trace that another process cannot use."""
+    call: Any = traced.call
+    code, scope = call.__code__, call.__globals__
+    modules = {name: one.__name__ for name, one in scope.items() if isinstance(one, ModuleType)}
+    modules |= {name: "" for name, one in scope.items() if one is vars(builtins)}
+    entries = (scope.keys() & {*code.co_names}) - modules.keys()
+    if len(entries) != 1 or audit.changed:
+        raise NotKeptError(f"globals that it makes or changes: {[*entries, *audit.changed]}")
+    try:
+        return pickle.dumps(
+            KeptTrace(
+                marshal.dumps(code),
+                entries.pop(),
+                modules,
+                graph,
+                traced.parts,
+                traced.ordered,
+                [*audit.traced],
+                [*audit.names],
+                _read(audit.traced, contract, audit),
+            )
+        )
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, OSError) as error:
+        raise NotKeptError(f"{type(error).__name__}: {error}") from error
+
+
+def function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) -> FunctionType:
+    """What Dynamo made of ``root``; calls ``run`` with the inputs of the graph."""
+    scope = root.__globals__
+    for name, module in kept.modules.items():
+        scope[name] = import_module(module) if module else vars(builtins)
+    scope[kept.entry] = run
+    return FunctionType(marshal.loads(kept.code), scope, "root", None, root.__closure__)
+
+
+def audited(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
+    """Let ``audit`` compare what the trace read. Returns what differs now, "" if nothing does."""
+    audit.traced, audit.names = frozenset(kept.codes), frozenset(kept.names)
+    guards = [one._replace(value=audit.value_of(one.name)) for one in kept.guards if one.name]
+    made = [one for one, stays in zip(guards, audit.chosen(guards), strict=True) if stays]
+    audit.guards = torch_api.guards_of(root, audit.scope, made, kept.ordered)
+    if not audit.guards.check(audit.scope):
+        return " ".join(audit.guards.check_verbose(audit.scope).verbose_code_parts)
+    now = _read(audit.traced, contract, audit)
+    for name in {**kept.read, **now}:
+        if kept.read.get(name) != now.get(name):
+            return f"{name}: {now.get(name)}, before {kept.read.get(name)}"
+    return ""
+
+
+def difference(
+    kept: KeptTrace, graph: fx.GraphModule, root: FunctionType, args: Any, kwargs: Any
+) -> str:
+    """The first operation of ``root``, run uncompiled, that the kept ``graph`` does not call alike;
+    "" if there is none. Raises nothing; what both write is put back."""
+    held: effects.Copies = []
+    of_graph, of_model = _Calls(), _Calls()
+
+    def run(*inputs: Any) -> Any:
+        with _disable_current_modes():
+            held.extend(effects.copies_of_written(graph, inputs))
+        for calls in (of_graph, of_model):
+            calls.number(inputs)
+        return graph(*inputs)
+
+    try:
+        with torch_api.seemingly_compiled():
+            for calls, call in ((of_graph, function_of(kept, root, run)), (of_model, root)):
+                with calls:
+                    calls.returned(call(*args, **kwargs))
+                effects.put_back(held)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
+        effects.put_back(held)
+        return f"{type(error).__name__}: {error}"
+    return of_model.difference(of_graph)
+
+
+class _Calls(TorchDispatchMode):
+    """The operations that run while it is entered, but for those that only make views of tensors,
+    or tensors without contents. Memories are numbered as they are met."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._told: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._met: list[StorageWeakRef] = []
+        """So that no other memory gets the name of one that is gone."""
+
+    def number(self, values: Any) -> None:
+        """Number the memory of tensors, in order."""
+        for leaf in pytree.tree_leaves(values):
+            self._of(leaf)
+
+    def returned(self, results: Any) -> None:
+        """Note what the whole call returns."""
+        leaves, structure = pytree.tree_flatten(results)
+        self._told.append(("results", str(structure), [self._of(leaf) for leaf in leaves]))
+
+    def difference(self, other: _Calls) -> str:
+        """The first call that differs, "" if none does."""
+        for one, another in zip(self._told, other._told, strict=False):
+            if one != another:
+                return f"{one[0]} called as {one[1:]}, before {another[0]} as {another[1:]}"
+        return "" if len(self._told) == len(other._told) else "the number of calls"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        results = func(*args, **(kwargs or {}))
+        made = pytree.tree_leaves(results)
+        if func._schema.name not in _LEFT_OUT and not (
+            _are_views(made, given) and not func._schema.is_mutable
+        ):
+            told = [self._of(leaf) for leaf in given]
+            self._told.append((str(func), told, [self._of(leaf) for leaf in made]))
+        return results
+
+    def _of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf if isinstance(leaf, (*_HOST, *_OF_TORCH)) else type(leaf).__qualname__
+        storage = leaf.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._numbers)
+            self._met.append(StorageWeakRef(storage))
+        number = self._numbers[storage._cdata]
+        return number, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
+
+
+def _are_views(made: Sequence[Any], given: Sequence[Any]) -> bool:
+    memories = {_memory_of(one) for one in given} - {0}
+    return bool(made) and all(_memory_of(one) in memories for one in made)
+
+
+def _memory_of(value: Any) -> int:
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_strided else 0
+
+
+def _read(codes: Any, contract: Contract, audit: Audit) -> dict[str, str]:
+    found = {name: _words_of(value) for name, value in (*contract.told, *audit.read())}
+    for file, _, name in codes:
+        if file in found:
+            continue
+        if Path(file).is_file():
+            if Path(file).stat().st_mtime > IMPORTED_AT:
+                raise NotKeptError(f"{file}, which changed after this process began")
+            found[file] = sha256(Path(file).read_bytes()).hexdigest()
+        # Python's own, or a method of a data class, whose text is nowhere.
+        elif not file.startswith("<frozen ") and not name.startswith("__"):
+            raise NotKeptError(f"{name}, whose code is in no file")
+    return found
+
+
+def target_of(target: Callable[..., Any]) -> str:
+    """Names a model by its classes, and the shapes of its parameters and buffers."""
+    owner = getattr(target, "__self__", target)
+    told = [_words_of(target), _words_of(type(owner))]
+    if isinstance(owner, torch.nn.Module):
+        told += [f"{name} {_words_of(type(one))}" for name, one in owner.named_modules()]
+        named = (*owner.named_parameters(), *owner.named_buffers())
+        told += [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in named]
+    return sha256("\n".join(told).encode()).hexdigest()
+
+
+def _words_of(value: Any, depth: int = 2) -> str:
+    """The same in every process for what is alike."""
+    kind = type(value)
+    name = f"{module_of(kind)}.{kind.__qualname__}"
+    if isinstance(value, str | bytes):  # It may be a secret.
+        return f"{name} {sha256(repr(value).encode()).hexdigest()}"
+    if isinstance(value, (*_HOST, *_OF_TORCH, Enum)):
+        return f"{name} {value!r}"
+    if isinstance(value, type):
+        return f"{module_of(value)}.{value.__qualname__}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, CodeType):
+        return _hash_of(value)
+    if isinstance(value, FunctionType | MethodType):
+        called = f"{value.__module__}.{value.__qualname__} {_words_of(value.__defaults__)}"
+        return f"{name} {called} {_hash_of(value.__code__)}"
+    if isinstance(value, torch.Tensor):
+        return f"{name} {value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+    if kind in (list, tuple, dict, set, frozenset) and depth:
+        # Of a dict the keys: guards are about each value that was read.
+        inside = [_words_of(part, depth - 1) for part in value]
+        return f"{name} {sorted(inside) if kind in (set, frozenset) else inside}"
+    return name
+
+
+def _hash_of(code: CodeType) -> str:
+    """Of what it does, whatever its lines are."""
+    consts = [_words_of(one) for one in code.co_consts]
+    told = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts)
+    return sha256(repr(told).encode()).hexdigest()

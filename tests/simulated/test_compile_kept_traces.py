@@ -1,0 +1,423 @@
+"""Traces kept between processes: compared before they are used, or made anew with a reason.
+
+They need a C++ compiler. Two runtimes of one process stand for two processes where nothing of the
+process matters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from graphrt.compile import kept_graphs
+from graphrt.compile.kept_graphs import NotKeptError
+from graphrt.compile.ranges import Axis
+from graphrt.errors import GuardAuditError, ShapeGuardError
+from graphrt.parallel import exchange
+from lab import WIDTH, RuntimeLab, example, values
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+SWITCH = "KEPT_TRACES_TEST"
+
+
+@dataclass
+class Options:
+    scale: float = 2.0
+    is_shifted: bool = False
+
+
+class Model(torch.nn.Module):
+    """What the trace reads: constants, a list, an object, two parameters that may be one, the
+    environment of the process, which no guard is about; and it writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.second = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.register_buffer("count", torch.zeros(1))
+        self.options = Options()
+        self.factors = [1.0, 0.5]
+
+    def forward(self, *, x, ids, lens):
+        x = torch.tanh(x @ self.first)
+        self.count.add_(1)
+        x = torch.sigmoid(x)
+        for factor in self.factors:
+            x = x * factor
+        x = x @ self.second * self.options.scale
+        switch = os.environ.get(SWITCH)
+        if switch == "shift":
+            x = x + 1.0
+        if switch == "when small" and x.shape[0] <= 8:
+            x = x + 1.0
+        if switch == "draw":
+            x = x + torch.rand(WIDTH)
+        rows = x + ids[:, None]
+        return (
+            {"rows": rows, "lens": lens * 2}
+            if switch != "twice"
+            else {
+                "rows": rows,
+                "lens": lens * 2,
+                "again": rows,
+            }
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the trace of ``Model`` as it is made."""
+    place = tmp_path_factory.mktemp("cache")
+    with lab_of(place) as lab:
+        assert compiled(lab) == (False, "")
+    return place
+
+
+@pytest.fixture
+def kept(folder, tmp_path):
+    """A copy, for tests whose start writes."""
+    shutil.copytree(folder, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def lab_of(folder, model=None, options=None, **others):
+    asked = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
+    asked |= {"cache_dir": folder, **(options or {})}
+    model = Model() if model is None else model
+    others = {"may_overwrite": [model.count]} | others if hasattr(model, "count") else others
+    return RuntimeLab("NONE", model=model, asked={"compilation": asked}, **others)
+
+
+def compiled(lab):
+    """Whether its trace is a kept one, and why not."""
+    report = lab.runtime.report().compile
+    return report.is_trace_kept, report.why_traced
+
+
+def require_right(lab):
+    for seed, (tokens, reqs) in enumerate([(1, 1), (2, 2), (5, 2), (8, 3), (13, 3)]):
+        outputs = lab.step(tokens, reqs, seed=seed)
+        with torch.no_grad():
+            expected = lab.model(**values(tokens, reqs, seed))
+        torch.testing.assert_close(outputs["rows"], expected["rows"], atol=1e-5, rtol=1e-5)
+        assert torch.equal(outputs["lens"], expected["lens"])
+
+
+def test_second_start_takes_the_trace_and_is_right_at_every_size(folder):
+    with lab_of(folder) as lab:
+        assert compiled(lab) == (True, "")
+        report = lab.runtime.report().compile
+        assert (report.num_compiles, report.num_loaded) == (0, 2)
+        assert report.num_audited > 0
+        assert "traced by an earlier process" in str(lab.runtime.report())
+        require_right(lab)
+
+
+def test_start_with_a_kept_trace_leaves_state_and_seeds_as_they_were(folder):
+    model = Model()
+    torch.manual_seed(3)
+    random.seed(3)
+    before = torch.get_rng_state(), random.getstate()
+    with lab_of(folder, model) as lab:
+        assert compiled(lab)[0]
+        assert model.count.item() == 0
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+
+
+def change_scale(model):
+    model.options.scale = 3.0
+
+
+def change_list(model):
+    model.factors.append(2.0)
+
+
+def change_type(model):
+    model.options = type("Other", (Options,), {})()
+
+
+def tie(model):
+    model.second = model.first
+
+
+def hook(model):
+    model.register_forward_hook(lambda *_: None)
+
+
+def hide(model):
+    model.__class__ = type("Model", (Model,), {"factors": None})
+
+
+CHANGES = [change_scale, change_list, change_type, tie, hook]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_model_that_changed_is_traced_anew_with_a_reason(kept, change):
+    model = Model()
+    change(model)
+    with lab_of(kept, model) as lab:
+        assert not compiled(lab)[0]
+        require_right(lab)
+    with lab_of(kept, model) as lab:  # Which takes the place of the other.
+        assert compiled(lab)[0]
+        require_right(lab)
+
+
+def test_reason_names_what_differs(kept):
+    model = Model()
+    change_scale(model)
+    with lab_of(kept, model) as lab:
+        assert "aten.mul.Tensor" in compiled(lab)[1]
+        assert f"traced here: {compiled(lab)[1]}" in str(lab.runtime.report())
+
+
+@pytest.mark.parametrize("switch", ["shift", "draw", "twice"])
+def test_what_no_guard_compares_is_found_by_runs(kept, monkeypatch, switch):
+    monkeypatch.setenv(SWITCH, switch)
+    with lab_of(kept) as lab:
+        assert not compiled(lab)[0]
+        if switch == "shift":
+            require_right(lab)
+
+
+def test_branch_that_other_sizes_take_is_found_by_a_run_at_others(kept, monkeypatch):
+    monkeypatch.setenv(SWITCH, "when small")
+    with pytest.raises(ShapeGuardError, match="branch on a size"):
+        lab_of(kept)
+
+
+def test_capture_after_a_kept_start_compares_what_the_trace_read(folder):
+    with lab_of(folder) as lab:
+        assert compiled(lab)[0]
+        lab.model.options.scale = 5.0
+        with pytest.raises(GuardAuditError, match=r"model\.options\.scale"):
+            lab.runtime.capture()
+
+
+def test_examples_that_fail_at_other_sizes_do_not_stop_a_start(kept):
+    def only_large(sizes, seed):
+        if sizes["tokens"] < 4:
+            raise ValueError("too few")
+        return example(sizes, seed)
+
+    with lab_of(kept, examples=only_large) as lab:
+        assert compiled(lab) == (False, "a run at other sizes: ValueError: too few")
+        require_right(lab)
+
+
+def test_start_of_one_of_several_ranks_takes_no_kept_trace(kept, monkeypatch):
+    """It would run the model more often than the others, which meet it in collectives."""
+    monkeypatch.setattr("graphrt.runtime.compiling.is_one_of_several", lambda: True)
+    with lab_of(kept) as lab:
+        assert compiled(lab) == (False, "")
+    assert not exchange.is_one_of_several()
+
+
+@pytest.mark.parametrize("options", [{"guard_policy": "keep"}, {"compile_cache": False}])
+def test_options_that_keep_no_trace(tmp_path, options):
+    for _ in range(2):
+        with lab_of(tmp_path, options=options) as lab:
+            assert compiled(lab) == (False, "")
+
+
+def test_backed_sizes_have_a_trace_of_each_kind(tmp_path):
+    for is_kept in (False, True):
+        with lab_of(tmp_path, options={"dynamic_shapes": "backed"}) as lab:
+            assert compiled(lab)[0] is is_kept
+            require_right(lab)
+    names = [path.name for path in tmp_path.glob("v*/objects/*/*")]
+    assert len(names) == len(set(names))
+
+
+def test_backed_sizes_are_tried_where_a_kept_trace_has_them(tmp_path, monkeypatch):
+    """Without bounds of marks (torch 2.11 and 2.12) many a model needs them."""
+
+    class Sliced(Model):
+        def forward(self, *, x, ids, lens):
+            outputs = super().forward(x=x, ids=ids, lens=lens)
+            half = x.shape[0] * 2
+            if half == 2:
+                outputs["rows"] = outputs["rows"] * 1
+            return outputs
+
+    found = []
+    for _ in range(2):
+        with lab_of(tmp_path, Sliced()) as lab:
+            report = lab.runtime.report().compile
+            found.append((report.is_trace_kept, len(report.notes)))
+            require_right(lab)
+    assert found == [(False, 1), (True, 1)]
+
+
+SOURCE = """
+import torch
+
+class Small(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        return {"rows": torch.sigmoid(x) * FACTOR + ids[:, None], "lens": lens * 2}
+"""
+
+
+def module_of(path, text, age):
+    """The module that ``text`` is, written ``age`` seconds ago."""
+    path.write_text(text)
+    os.utime(path, (time.time() - age,) * 2)
+    spec = importlib.util.spec_from_file_location("kept_small", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kept_small"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_text_of_the_traced_code_that_changed_is_traced_anew(tmp_path):
+    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
+    old = SOURCE.replace("FACTOR", "2.0")
+    for text, is_kept in ((old, False), (old, True), (f"{old}# More.", False)):
+        model = module_of(path, text, age=10_000).Small()
+        with lab_of(cache, model) as lab:
+            assert compiled(lab)[0] is is_kept
+            require_right(lab)
+
+
+def test_text_that_changed_while_the_process_ran_is_not_trusted(tmp_path):
+    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
+    text = SOURCE.replace("FACTOR", "2.0")
+    with lab_of(cache, module_of(path, text, age=10_000).Small()) as lab:
+        assert compiled(lab) == (False, "")
+    model = module_of(path, text, age=-10).Small()
+    for _ in range(2):
+        with lab_of(cache, model) as lab:
+            assert "changed after this process began" in compiled(lab)[1]
+
+
+def test_code_of_no_file_is_not_kept(tmp_path):
+    module = sys.modules["kept_nowhere"] = ModuleType("kept_nowhere")
+    exec(SOURCE.replace("FACTOR", "2.0"), vars(module))
+    for _ in range(2):
+        with lab_of(tmp_path, module.Small()) as lab:
+            assert compiled(lab) == (False, "not kept: forward, whose code is in no file")
+
+
+def test_part_of_a_model_takes_its_kept_trace(tmp_path):
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, **inputs):
+            return self.inner(**inputs)
+
+    for is_kept in (False, True):
+        model = Whole()
+        options = {"compile_part": model.inner, "may_overwrite": [model.inner.count]}
+        with lab_of(tmp_path, model, **options) as lab:
+            assert compiled(lab)[0] is is_kept
+            require_right(lab)
+
+
+def test_other_process_takes_the_trace(folder):
+    """Its hashes of text, addresses and order of sets are others."""
+    program = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        sys.path[:0] = {sys.path!r}
+        import torch
+        from test_compile_kept_traces import compiled, lab_of, require_right
+        torch.set_num_threads({torch.get_num_threads()})
+        with lab_of(Path({str(folder)!r})) as lab:
+            print(compiled(lab))
+            require_right(lab)
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "(True, '')"
+
+
+# -- graphs as bytes
+
+
+class Views(torch.nn.Module):
+    """Views of one memory, several results, sizes that are sums."""
+
+    def forward(self, *, x, ids, lens):
+        first, second = x.unsafe_chunk(2, 1)
+        joined = torch.cat([first, second.t().t()], 0)
+        most, _ = joined.max(1)
+        x[:, :1].add_(most[: x.shape[0], None])
+        return {"rows": joined, "lens": most.new_zeros(joined.shape[0] + 3), "x": x}
+
+
+def told(graph):
+    """Of each node what it calls and where, and of its value dtype, layout and memory."""
+    memories = {}
+
+    def about(value):
+        if isinstance(value, torch.Tensor):
+            memory = memories.setdefault(value.untyped_storage()._cdata, len(memories))
+            sizes = [about(n) for n in (*value.shape, *value.stride(), value.storage_offset())]
+            return memory, value.dtype, value.device, sizes
+        if isinstance(value, tuple | list):
+            return [about(one) for one in value]
+        return value if isinstance(value, int) else type(value)
+
+    nodes = [node for node in graph.graph.nodes if node.op != "output"]
+    return [
+        (node.op, str(node.target), node.name, node.stack_trace, about(node.meta["example_value"]))
+        for node in nodes
+    ]
+
+
+def test_graph_read_back_says_the_same_of_every_value(monkeypatch):
+    seen = []
+    write = kept_graphs.to_bytes
+
+    def noting(graph, axes):
+        seen.append((told(graph), write(graph, axes)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(kept_graphs, "to_bytes", noting)
+    compilation = {"level": 2, "backend": "inductor"}
+    outputs = {"rows": "tokens", "x": "tokens"}
+    with RuntimeLab("NONE", model=Views(), outputs=outputs, asked={"compilation": compilation}):
+        pass
+    ((expected, data),) = seen
+    again, _ = kept_graphs.from_bytes(data, is_backed=False)
+    for one, another in zip(told(again), expected, strict=True):
+        assert one == another
+
+
+def test_graph_that_calls_the_users_function_is_not_kept():
+    graph = torch.fx.Graph()
+    value = graph.placeholder("x")
+    graph.output((graph.call_function(example, (value,)),))
+    with pytest.raises(NotKeptError, match="no function of torch"):
+        kept_graphs.to_bytes(torch.fx.GraphModule(torch.nn.Module(), graph), {})
+
+
+def test_axes_come_back_with_their_limits():
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    data = kept_graphs.to_bytes(module, {"s0": Axis("tokens", 16)})
+    again, mode = kept_graphs.from_bytes(data, is_backed=True)
+    assert [node.op for node in again.graph.nodes] == ["placeholder", "output"]
+    assert mode.shape_env is not None
