@@ -223,7 +223,7 @@ class Compiled:
         return place is not None and place[0].has(place[1])
 
     def _try_unbacked(self) -> None:
-        if self._is_tried_backed:
+        if self._is_tried_backed and not self._traces:
             self.is_backed = self._is_tried_backed = False
             self._notes = ()
 

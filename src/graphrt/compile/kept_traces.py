@@ -127,7 +127,7 @@ def difference(
         return graph(*inputs)
 
     try:
-        with torch_api.seemingly_compiled():
+        with torch_api.as_if_traced():
             for calls, call in ((of_graph, function_of(kept, root, run)), (of_model, root)):
                 with calls:
                     calls.returned(call(*args, **kwargs))

@@ -70,6 +70,8 @@ _CODE = "torch._inductor.runtime.compile_tasks."
 _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 """Of kernels that torch would call before, or in place of, the function of a custom op."""
 _KEYS_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA")
+_tracing = threading.RLock()
+"""Held while a model is traced, or runs as if it were."""
 _LONG_FLUSH = 256 * 2**20
 """Bytes; an H200 fills them in 70 us."""
 
@@ -197,7 +199,16 @@ def traced(
     no_page = _replaced(torch._guards, "log", unheard)
     no_stack = _replaced(fake_tensor, "log", unheard)
     try:
-        with dynamo_config.patch(options), no_names, no_others, no_lines, lines, no_page, no_stack:
+        with (
+            _tracing,
+            dynamo_config.patch(options),
+            no_names,
+            no_others,
+            no_lines,
+            lines,
+            no_page,
+            no_stack,
+        ):
             results = entry(*args, **kwargs)
     except RuntimeError as error:
         if not is_told_not_to(error):
@@ -258,9 +269,21 @@ def may_compile() -> bool:
     return eval_frame._stance.stance == "default" and not dynamo_config.disable
 
 
-def seemingly_compiled() -> AbstractContextManager[None]:
-    """While entered, models take the branch that they take where they are traced."""
-    return _replaced(torch.compiler, "_is_compiling_flag", True)
+@contextmanager
+def as_if_traced() -> Iterator[None]:
+    """While entered, models on this thread take the branch that they take where they are traced,
+    and what of them is compiled by torch runs as it is. Not while another thread traces."""
+    thread, is_compiling = threading.get_ident(), torch.compiler.is_compiling
+
+    def is_compiling_here() -> bool:
+        return threading.get_ident() == thread or is_compiling()
+
+    with (
+        _tracing,
+        torch.compiler.set_stance("force_eager"),
+        _replaced(torch.compiler, "is_compiling", is_compiling_here),
+    ):
+        yield
 
 
 def is_told_not_to(error: RuntimeError) -> bool:

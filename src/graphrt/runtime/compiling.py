@@ -30,8 +30,8 @@ from graphrt.runner.executor import Inputs
 class CompiledPart:
     """``model``, or the module ``part`` inside it, compiled as ``resolved`` says.
 
-    ``entry`` is what is called in place of ``model``. Errors: ``ConfigError`` for a part that
-    another runtime has compiled.
+    ``entry`` is what is called in place of ``model``. ``rank``: None where there are no others.
+    Errors: ``ConfigError`` for a part that another runtime has compiled.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CompiledPart:
         part: torch.nn.Module | None,
         impls: Mapping[str, Callable[..., Any]] | None,
         observer: Observer | None,
-        rank: int,
+        rank: int | None,
     ) -> None:
         if part is not None and isinstance(part.forward, Compiled | Stock):
             raise ConfigError(
@@ -51,6 +51,7 @@ class CompiledPart:
                 found="one that another runtime has compiled",
                 do="close that runtime first",
             )
+        self._rank = rank
         plan, target = resolved.plan, model if part is None else part.forward
         self._part = part
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
@@ -68,10 +69,10 @@ class CompiledPart:
                 impls=impls,
                 wrap=_as_segment,
                 observer=observer,
-                rank=rank,
+                rank=rank or 0,
             )
             if self._is_whole
-            else Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank)
+            else Stock(target, resolved.compile, refuse_now=_refuse_in_recordings, rank=rank or 0)
         )
         self.entry: Callable[..., Any] = self._code if part is None else model
 
@@ -145,7 +146,7 @@ class CompiledPart:
         code = self._code
         if isinstance(code, Compiled):
             # Ranks meet in collectives of the model: none may run it more often than the others.
-            code.keeps_traces = not is_one_of_several()
+            code.keeps_traces = self._rank is None and not is_one_of_several()
         if self._part is not None and isinstance(code, Compiled):
             # Its arguments may be computed by the model around it.
             runner.trace(_half({TOKENS: tokens, REQUESTS: requests}), code.look, like)

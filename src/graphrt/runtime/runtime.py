@@ -221,7 +221,7 @@ class Runtime:
             with gc_paused(collects=False, ages=True):
                 from graphrt.runtime.compiling import CompiledPart  # Here: it takes seconds.
 
-                rank = 0 if ranks is None else ranks.rank
+                rank = None if ranks is None else ranks.rank
                 made = CompiledPart(resolved, model, inputs, compile_part, op_impls, observer, rank)
             self._compiled, fn = made, made.entry
             self._ends.callback(made.restore)
