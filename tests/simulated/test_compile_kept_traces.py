@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -62,10 +63,15 @@ class Model(torch.nn.Module):
             x = x * factor
         x = x @ self.second * self.options.scale
         switch = os.environ.get(SWITCH)
+        x = x * torch.tensor(3.0 if switch == "constant" else 1.0)
+        scaled = {"beta" if switch == "keyword" else "alpha": 0.5}
+        x = torch.addmm(self.first[0], x, self.first, **scaled)
         if switch == "shift":
             x = x + 1.0
         if switch == "when small" and x.shape[0] <= 8:
             x = x + 1.0
+        if switch == "count":
+            self.second.add_(1.0)
         if switch == "draw":
             x = x + torch.rand(WIDTH)
         rows = x + ids[:, None]
@@ -184,16 +190,17 @@ def test_reason_names_what_differs(kept):
     model = Model()
     change_scale(model)
     with lab_of(kept, model) as lab:
-        assert "aten.mul.Tensor" in compiled(lab)[1]
+        assert "model.options.scale: builtins.float 3.0, before" in compiled(lab)[1]
         assert f"traced here: {compiled(lab)[1]}" in str(lab.runtime.report())
 
 
-@pytest.mark.parametrize("switch", ["shift", "draw", "twice"])
+@pytest.mark.parametrize("switch", ["shift", "constant", "keyword", "count", "draw", "twice"])
 def test_what_no_guard_compares_is_found_by_runs(kept, monkeypatch, switch):
     monkeypatch.setenv(SWITCH, switch)
     with lab_of(kept) as lab:
         assert not compiled(lab)[0]
-        if switch == "shift":
+        assert lab.model.second[0, 0] == Model().second[0, 0]
+        if switch not in ("draw", "twice", "count"):
             require_right(lab)
 
 
@@ -201,6 +208,25 @@ def test_branch_that_other_sizes_take_is_found_by_a_run_at_others(kept, monkeypa
     monkeypatch.setenv(SWITCH, "when small")
     with pytest.raises(ShapeGuardError, match="branch on a size"):
         lab_of(kept)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        rows = torch.sigmoid(x) + torch.ops.kept_traces.double(torch.tanh(x)) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
+
+
+def test_operator_that_returns_another_dtype_is_found(tmp_path):
+    """Its code is in no file that was traced."""
+    for dtype, is_kept in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
+        with torch.library._scoped_library("kept_traces", "FRAGMENT") as library:
+            library.define("double(Tensor x) -> Tensor")
+            library.impl("double", lambda x, d=dtype: (x * 2).to(d), "CPU")
+            fake = partial(torch.empty_like, dtype=dtype)
+            torch.library.register_fake("kept_traces::double", fake, lib=library)
+            with lab_of(tmp_path, Doubled()) as lab:
+                assert compiled(lab)[0] is is_kept
+                require_right(lab)
 
 
 def test_capture_after_a_kept_start_compares_what_the_trace_read(folder):
@@ -218,7 +244,7 @@ def test_examples_that_fail_at_other_sizes_do_not_stop_a_start(kept):
         return example(sizes, seed)
 
     with lab_of(kept, examples=only_large) as lab:
-        assert compiled(lab) == (False, "a run at other sizes: ValueError: too few")
+        assert compiled(lab) == (False, "the kept one failed: ValueError: too few")
         require_right(lab)
 
 
@@ -320,9 +346,14 @@ def test_part_of_a_model_takes_its_kept_trace(tmp_path):
         def __init__(self):
             super().__init__()
             self.inner = Model()
+            self.is_running = False
 
         def forward(self, **inputs):
-            return self.inner(**inputs)
+            assert not self.is_running, "each run of it ended as it does"
+            self.is_running = True
+            outputs = self.inner(**inputs)
+            self.is_running = False
+            return outputs
 
     for is_kept in (False, True):
         model = Whole()
@@ -386,7 +417,7 @@ def told(graph):
     ]
 
 
-def test_graph_read_back_says_the_same_of_every_value(monkeypatch):
+def test_graph_read_back_says_the_same_of_every_value(monkeypatch, tmp_path):
     seen = []
     write = kept_graphs.to_bytes
 
@@ -395,7 +426,7 @@ def test_graph_read_back_says_the_same_of_every_value(monkeypatch):
         return seen[-1][1]
 
     monkeypatch.setattr(kept_graphs, "to_bytes", noting)
-    compilation = {"level": 2, "backend": "inductor"}
+    compilation = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
     outputs = {"rows": "tokens", "x": "tokens"}
     with RuntimeLab("NONE", model=Views(), outputs=outputs, asked={"compilation": compilation}):
         pass

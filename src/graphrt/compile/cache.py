@@ -69,7 +69,9 @@ class CompileCache:
 
     def has(self, key: str) -> bool:
         """Whether there is an entry, good or not."""
-        return self._path(key).is_file()
+        with suppress(OSError):
+            return self._path(key).is_file()
+        return False
 
     def read(self, key: str) -> bytes | CacheMiss:
         """The payload of an entry, or why it cannot be used. Raises nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from time import perf_counter
 from types import FunctionType, MethodType
@@ -194,13 +195,18 @@ class Compiled:
 
     def look(self, run: Callable[[], object], varying: Varying) -> None:
         """Let ``trace`` know which dimensions vary in arguments that are computed before the call:
-        ``run`` is made uncompiled, at other sizes of each axis than it will have there."""
+        ``run`` is made uncompiled, at other sizes of each axis than it will have there. A trace
+        that ``has_kept`` found is compared with it."""
         shapes: list[torch.Size | None] = []
         self._shapes = shapes
+        # The model around the part would not be ready for a run that ends in the part.
+        self._is_confirming = self._is_there()
         try:
             run()
         finally:
-            self._shapes = None
+            self._shapes, self._is_confirming = None, False
+            if self._kept is None:
+                self._try_unbacked()
         self._looked_at = varying, shapes
 
     def has_kept(self, sizes: Mapping[str, int]) -> bool:
@@ -237,7 +243,7 @@ class Compiled:
             pass
         except Exception as error:  # noqa: BLE001 - a start that keeps nothing does not run it
             self._kept = None
-            self._why_traced = f"a run at other sizes: {type(error).__name__}: {error}"
+            self._why_traced = f"the kept one failed: {type(error).__name__}: {error}"
         finally:
             self._is_confirming = False
         if self._kept is None:
@@ -253,6 +259,7 @@ class Compiled:
             or plan.guard_policy == "keep"
             or plan.use_inductor_graph_partition
             or not torch_api.may_compile()
+            or self._identity is None
         ):
             return None
         factors = {
@@ -267,29 +274,42 @@ class Compiled:
         return cache, key_of(factors)
 
     @cached_property
-    def _identity(self) -> str:
-        return kept_traces.target_of(self.runnable)
+    def _identity(self) -> str | None:
+        """What names the model in keys; None where its own code fails."""
+        with suppress(Exception):
+            return kept_traces.target_of(self.runnable)
+        return None
 
     def _confirm(self, args: Any, kwargs: Any) -> None:
+        try:
+            self._kept = self._compared(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is made anew
+            self._why_traced = f"the kept one failed: {type(error).__name__}: {error}"
+
+    def _compared(self, args: Any, kwargs: Any) -> _Kept | None:
+        """The trace that was kept, if it is that of this model, as far as this call shows."""
         place = self._place_of_kept()
         if place is None:
-            return
+            return None
         cache, key = place
         cache.device = cache.device or _devices_of(args, kwargs)
         found = cache.read(key)
         if not isinstance(found, bytes):
             self._why_traced = f"cache: {found.name}"
-            return
-        try:
-            kept: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
-            graph, mode = kept_graphs.from_bytes(kept.graph, is_backed=self.is_backed)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is made anew
-            self._why_traced = f"cache: {type(error).__name__}: {error}"
-            return
-        root, _ = own_root(self.runnable)
-        self._why_traced = kept_traces.difference(kept, graph, root, args, kwargs)
-        if not self._why_traced:
-            self._kept = _Kept(kept, graph, mode)
+            return None
+        kept: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
+        graph, mode = kept_graphs.from_bytes(kept.graph, is_backed=self.is_backed)
+        root, scope = own_root(self.runnable)
+        kept_traces.function_of(kept, root, graph)
+        contract = Contract(args, kwargs, {}, self._limits)
+        audit = Audit(scope, root.__globals__, contract, at_calls=False)
+        # First what runs nothing: the graph may be one of another model.
+        self._why_traced = (
+            kept_traces.change(kept, audit)
+            or kept_traces.operator_change(graph, mode)
+            or kept_traces.difference(kept, graph, root, args, kwargs)
+        )
+        return None if self._why_traced else _Kept(kept, graph, mode)
 
     def _trace(self, run: Callable[[], object], varying: Varying) -> None:
         self._ones = frozenset(
@@ -325,8 +345,10 @@ class Compiled:
                 self._dump.failed(error, self._compiler.keys)
                 raise
         if self._is_confirming:
+            self._is_confirming = False
             self._confirm(args, kwargs)
-            raise _ComparedError
+            if self._shapes is None:
+                raise _ComparedError
         trace = self._traces.get(_NO_AXES)
         if self.is_backed and self._traces:
             ones, trace = next(iter(self._traces.items()))
@@ -502,9 +524,11 @@ class Compiled:
 
         try:
             call = kept_traces.function_of(kept.trace, root, first)
-            self._why_traced = kept_traces.audited(
-                kept.trace, root, contract, audit
-            ) or kept_traces.difference(kept.trace, kept.graph, root, args, kwargs)
+            self._why_traced = (
+                kept_traces.change(kept.trace, audit)
+                or kept_traces.guarded(kept.trace, root, contract, audit)
+                or kept_traces.difference(kept.trace, kept.graph, root, args, kwargs)
+            )
             if self._why_traced:
                 return None
             root.__globals__[kept.trace.entry] = first
@@ -521,6 +545,7 @@ class Compiled:
 
     def _note(self, trace: _Trace, found: _Compilation, *, is_kept: bool) -> None:
         self._traces[self._ones] = trace
+        self._sizes = None
         if len(self._traces) > 1 or found.report is None:
             return
         self.report = found.report._replace(

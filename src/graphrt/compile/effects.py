@@ -33,7 +33,7 @@ _WRITING_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE.spl
 
 _SETTING = re.compile(r"_?set_(?!grad_enabled).*|enable_.*|_sdpa_kernel")
 
-_MOST_COPIED_BYTES = 1 << 28
+MOST_COPIED_BYTES = 1 << 28
 
 _Known = tuple[Sequence[Any], Mapping[int, int], tuple[int, ...]]
 """Fake results; by memory, which argument lies in it; positions of what is written."""
@@ -329,7 +329,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
     without. An autocast that changes nothing may stay, unless that ``is_opaque``.
     """
     entered: list[fx.Node] = []
-    settings = {node: _setting_of(node) for node in graph.graph.nodes if _is_setting(node)}
+    settings = {node: _setting_of(node) for node in graph.graph.nodes if is_setting(node)}
     values: dict[Any, list[str]] = {}
     for node, told in settings.items():
         values.setdefault(node.target, []).append(told)
@@ -363,7 +363,7 @@ def refuse_open_contexts(graph: fx.GraphModule, ops: SplittingOps, is_opaque: bo
                 )
 
 
-def _is_setting(node: fx.Node) -> bool:
+def is_setting(node: fx.Node) -> bool:
     """Whether it sets something of the thread or process; not whether gradients are recorded."""
     is_call = node.op == "call_function" and not node.users and "example_value" not in node.meta
     return is_call and _SETTING.fullmatch(name_of(node)) is not None
@@ -473,7 +473,7 @@ def copies_of_written(graph: fx.GraphModule, inputs: Sequence[Any]) -> Copies:
     """
     written = {storage_of(value) for node in graph.graph.nodes for value in written_by(node)} - {0}
     found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-    room = _MOST_COPIED_BYTES
+    room = MOST_COPIED_BYTES
     for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if storage_of(node) in written - found.keys():
             storage = value.untyped_storage()

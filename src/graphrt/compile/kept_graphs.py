@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from graphrt.compile.effects import is_of_transform
+from graphrt.compile.effects import is_of_transform, is_setting
 from graphrt.compile.ranges import Axis, FreshSymbols
 from graphrt.compile.splitter import MODULES_OF_TORCH
 
@@ -79,6 +79,9 @@ def to_bytes(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
     for node in nodes:
         if node.op not in (*_CALLS, "placeholder", "output"):
             raise NotKeptError(f"{node.name}, a constant of the graph, or a graph inside it")
+        if is_setting(node) or node.target is torch.autograd.grad_mode._enter_inference_mode:
+            # What enters these may raise where it is compared.
+            raise NotKeptError(f"{node.name}, a setting of torch")
         target = _name_of(node.target) if node.op == "call_function" else str(node.target)
         value = _told(node.meta.get("example_value"), memories)
         pickler.dump((node.op, target, node.args, node.kwargs, node.name, node.stack_trace, value))

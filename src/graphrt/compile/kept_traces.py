@@ -24,12 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphrt.compile import effects, torch_api
+from graphrt.compile import effects, splitter, torch_api
 from graphrt.compile.guards import Audit, Contract
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.torch_api import GuardParts, Traced
 from graphrt.externals.places import module_of
 from graphrt.source import IMPORTED_AT
+from graphrt.values import tensors_of
 
 _HOST = (type(None), bool, int, float, complex, str, bytes)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -57,7 +58,9 @@ class KeptTrace(NamedTuple):
     names: Sequence[str]
     """That this has."""
     read: Mapping[str, str]
-    """What was read, in words: files, arguments, and by expression what the guards are about."""
+    """In words: its files, and by expression what the guards are about."""
+    arguments: Mapping[str, str]
+    """In words, and modes."""
 
 
 def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> bytes:
@@ -76,11 +79,12 @@ def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> 
                 entries.pop(),
                 modules,
                 graph,
-                traced.parts,
+                [one for one in traced.parts if one.name],
                 traced.ordered,
                 [*audit.traced],
                 [*audit.names],
-                _read(audit.traced, contract, audit),
+                _read(audit),
+                _arguments(contract),
             )
         )
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, OSError) as error:
@@ -91,23 +95,34 @@ def function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) ->
     """What Dynamo made of ``root``; calls ``run`` with the inputs of the graph."""
     scope = root.__globals__
     for name, module in kept.modules.items():
+        # Expressions of guards name modules so too.
         scope[name] = import_module(module) if module else vars(builtins)
     scope[kept.entry] = run
     return FunctionType(marshal.loads(kept.code), scope, "root", None, root.__closure__)
 
 
-def audited(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
-    """Let ``audit`` compare what the trace read. Returns what differs now, "" if nothing does."""
+def change(kept: KeptTrace, audit: Audit) -> str:
+    """What of the files, and of what the guards are about, is told otherwise now; "" if nothing is.
+    Lets ``audit`` know what the trace read."""
     audit.traced, audit.names = frozenset(kept.codes), frozenset(kept.names)
-    guards = [one._replace(value=audit.value_of(one.name)) for one in kept.guards if one.name]
-    made = [one for one, stays in zip(guards, audit.chosen(guards), strict=True) if stays]
+    audit.chosen([one._replace(value=audit.value_of(one.name)) for one in kept.guards])
+    return _first_other(kept.read, _read(audit))
+
+
+def guarded(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
+    """Let ``audit`` compare what the trace read with what stands there now. Returns what differs
+    already: also of the arguments, as ``contract`` has them; "" if nothing does."""
+    made = [one for one in kept.guards if one.made_of is not None]
     audit.guards = torch_api.guards_of(root, audit.scope, made, kept.ordered)
     if not audit.guards.check(audit.scope):
         return " ".join(audit.guards.check_verbose(audit.scope).verbose_code_parts)
-    now = _read(audit.traced, contract, audit)
-    for name in {**kept.read, **now}:
-        if kept.read.get(name) != now.get(name):
-            return f"{name}: {now.get(name)}, before {kept.read.get(name)}"
+    return _first_other(kept.arguments, _arguments(contract))
+
+
+def _first_other(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            return f"{name}: {now.get(name)}, before {before.get(name)}"
     return ""
 
 
@@ -116,25 +131,21 @@ def difference(
 ) -> str:
     """The first operation of ``root``, run uncompiled, that the kept ``graph`` does not call alike;
     "" if there is none. Raises nothing; what both write is put back."""
-    held: effects.Copies = []
     of_graph, of_model = _Calls(), _Calls()
 
     def run(*inputs: Any) -> Any:
-        with _disable_current_modes():
-            held.extend(effects.copies_of_written(graph, inputs))
         for calls in (of_graph, of_model):
             calls.number(inputs)
         return graph(*inputs)
 
-    try:
-        with torch_api.as_if_traced():
-            for calls, call in ((of_graph, function_of(kept, root, run)), (of_model, root)):
-                with calls:
-                    calls.returned(call(*args, **kwargs))
-                effects.put_back(held)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
-        effects.put_back(held)
-        return f"{type(error).__name__}: {error}"
+    for calls, call in ((of_graph, function_of(kept, root, run)), (of_model, root)):
+        try:
+            with torch_api.as_if_traced(), calls:
+                calls.returned(call(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
+            return f"{type(error).__name__}: {error}"
+        finally:
+            effects.put_back(calls.held)
     return of_model.difference(of_graph)
 
 
@@ -144,15 +155,21 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.held: effects.Copies = []
+        """What was there before, of what they wrote."""
         self._told: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._met: list[StorageWeakRef] = []
         """So that no other memory gets the name of one that is gone."""
+        self._made: set[int] = set()
+        """Memories that are new, or are held."""
+        self._room = effects.MOST_COPIED_BYTES
 
     def number(self, values: Any) -> None:
         """Number the memory of tensors, in order."""
         for leaf in pytree.tree_leaves(values):
-            self._of(leaf)
+            if _memory_of(leaf):
+                self._number(leaf.untyped_storage())
 
     def returned(self, results: Any) -> None:
         """Note what the whole call returns."""
@@ -167,30 +184,75 @@ class _Calls(TorchDispatchMode):
         return "" if len(self._told) == len(other._told) else "the number of calls"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         given = pytree.tree_leaves((args, kwargs))
-        results = func(*args, **(kwargs or {}))
+        # Before the call, which may write the contents that are told of constants.
+        told = [self._of(leaf) for leaf in given]
+        if func._schema.is_mutable:
+            for tensor in tensors_of(effects.written_among(func, args, kwargs)):
+                self._hold(tensor.untyped_storage())
+        results = func(*args, **kwargs)
         made = pytree.tree_leaves(results)
-        if func._schema.name not in _LEFT_OUT and not (
-            _are_views(made, given) and not func._schema.is_mutable
-        ):
-            told = [self._of(leaf) for leaf in given]
-            self._told.append((str(func), told, [self._of(leaf) for leaf in made]))
+        memories = {_memory_of(one) for one in given}
+        are_views = bool(made) and all(_memory_of(one) in memories - {0} for one in made)
+        for one in made:
+            if _memory_of(one) not in (memories | {0}):
+                self._made.add(self._number(one.untyped_storage()))
+        is_left_out = are_views and not func._schema.is_mutable
+        if func._schema.name not in _LEFT_OUT and not is_left_out:
+            self._told.append((str(func), told, [*kwargs], [self._of(leaf) for leaf in made]))
         return results
 
-    def _of(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return leaf if isinstance(leaf, (*_HOST, *_OF_TORCH)) else type(leaf).__qualname__
-        storage = leaf.untyped_storage()
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        number = self._number(storage)
+        if number not in self._made:
+            self._made.add(number)
+            self._room -= storage.nbytes()
+            # What is larger is a cache, of which runs on examples write free rows.
+            if self._room >= 0:
+                with _disable_current_modes():
+                    self.held.append((storage, storage.clone()))
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._numbers)
             self._met.append(StorageWeakRef(storage))
-        number = self._numbers[storage._cdata]
-        return number, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
+        return self._numbers[storage._cdata]
+
+    def _of(self, leaf: Any) -> Any:
+        if not _memory_of(leaf):
+            is_plain = isinstance(leaf, (*_HOST, *_OF_TORCH))
+            return type(leaf).__qualname__, leaf if is_plain else None
+        storage = leaf.untyped_storage()
+        if storage._cdata not in self._numbers:
+            # Neither taken nor made: a constant, as torch.tensor(2.0) makes.
+            with _disable_current_modes():
+                contents = sha256(bytes(storage.cpu().tolist())).hexdigest()
+            self._told.append(("a constant", contents))
+        layout = leaf.storage_offset(), leaf.shape, leaf.stride()
+        return self._number(storage), *layout, leaf.dtype, leaf.device
 
 
-def _are_views(made: Sequence[Any], given: Sequence[Any]) -> bool:
-    memories = {_memory_of(one) for one in given} - {0}
-    return bool(made) and all(_memory_of(one) in memories for one in made)
+def operator_change(graph: fx.GraphModule, mode: Any) -> str:
+    """The first operator that is not torch's own and that tells other results than in the kept
+    trace; "" if there is none: the code of operators is in no traced file."""
+    for node in graph.graph.nodes:
+        if splitter.is_of_others(node):
+            given = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["example_value"])
+            with mode, torch.no_grad():
+                results = node.target(*given[0], **given[1])
+            if _layouts(results) != _layouts(node.meta["example_value"]):
+                return f"results of {splitter.operator_of(node)}"
+    return ""
+
+
+def _layouts(results: Any) -> list[Any]:
+    return [
+        (leaf.dtype, leaf.device, str(leaf.shape), str(leaf.stride()))
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf)
+        for leaf in pytree.tree_leaves(results)
+    ]
 
 
 def _memory_of(value: Any) -> int:
@@ -198,9 +260,13 @@ def _memory_of(value: Any) -> int:
     return value.untyped_storage()._cdata if is_strided else 0
 
 
-def _read(codes: Any, contract: Contract, audit: Audit) -> dict[str, str]:
-    found = {name: _words_of(value) for name, value in (*contract.told, *audit.read())}
-    for file, _, name in codes:
+def _arguments(contract: Contract) -> dict[str, str]:
+    return {name: _words_of(value) for name, value in contract.told}
+
+
+def _read(audit: Audit) -> dict[str, str]:
+    found = {name: _words_of(value) for name, value in audit.read()}
+    for file, _, name in audit.traced:
         if file in found:
             continue
         if Path(file).is_file():
@@ -214,8 +280,9 @@ def _read(codes: Any, contract: Contract, audit: Audit) -> dict[str, str]:
 
 
 def target_of(target: Callable[..., Any]) -> str:
-    """Names a model by its classes, and the shapes of its parameters and buffers."""
-    owner = getattr(target, "__self__", target)
+    """Names a model by its classes, and the shapes of its parameters and buffers. Errors: those of
+    the model's own code."""
+    owner = target.__self__ if isinstance(target, MethodType) else target
     told = [_words_of(target), _words_of(type(owner))]
     if isinstance(owner, torch.nn.Module):
         told += [f"{name} {_words_of(type(one))}" for name, one in owner.named_modules()]

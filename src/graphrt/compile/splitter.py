@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._pytree import tree_leaves
 
 from graphrt.compile import torch_api
 from graphrt.compile.failures import source_of
@@ -478,8 +479,17 @@ def _structure(
                 kind, name = "function", _named(target)
             given = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
             lines.append(f"{kind} {name} {given!r}")
+            if is_of_others(node):
+                lines += map(told, tree_leaves(node.meta.get("example_value")))
     lines.append(repr(fx.node.map_arg(outputs, places.__getitem__)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_of_others(node: fx.Node) -> bool:
+    """Whether it calls an operator that is not torch's own: what it returns may be told otherwise
+    in another process, by another operator of that name."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator and operator_of(node).partition("::")[0] not in _NAMESPACES_OF_TORCH
 
 
 def _named(target: Any) -> str:

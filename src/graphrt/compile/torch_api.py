@@ -272,18 +272,30 @@ def may_compile() -> bool:
 @contextmanager
 def as_if_traced() -> Iterator[None]:
     """While entered, models on this thread take the branch that they take where they are traced,
-    and what of them is compiled by torch runs as it is. Not while another thread traces."""
+    and what of them is compiled by torch runs as it is. Not while another thread traces. An
+    autocast, or a mode of gradients, that they leave on is switched off."""
     thread, is_compiling = threading.get_ident(), torch.compiler.is_compiling
 
     def is_compiling_here() -> bool:
         return threading.get_ident() == thread or is_compiling()
 
-    with (
-        _tracing,
-        torch.compiler.set_stance("force_eager"),
-        _replaced(torch.compiler, "is_compiling", is_compiling_here),
-    ):
-        yield
+    kinds = ("cpu", "cuda")
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
+    records = torch.is_grad_enabled()
+    try:
+        with (
+            _tracing,
+            torch.compiler.set_stance("force_eager"),
+            _replaced(torch.compiler, "is_compiling", is_compiling_here),
+        ):
+            yield
+    finally:
+        torch._C._set_grad_enabled(records)
+        for kind, dtype, is_on in casts:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, is_on)
 
 
 def is_told_not_to(error: RuntimeError) -> bool:

@@ -147,16 +147,18 @@ class CompiledPart:
         if isinstance(code, Compiled):
             # Ranks meet in collectives of the model: none may run it more often than the others.
             code.keeps_traces = self._rank is None and not is_one_of_several()
+        first = {TOKENS: tokens, REQUESTS: requests}
         if self._part is not None and isinstance(code, Compiled):
+            code.has_kept(first)
             # Its arguments may be computed by the model around it.
-            runner.trace(_half({TOKENS: tokens, REQUESTS: requests}), code.look, like)
+            runner.trace(_half(first), code.look, like)
 
         def trace_at(sizes: Mapping[str, int], like: Any = None) -> None:
-            if isinstance(code, Compiled) and code.has_kept(sizes):
+            if self._part is None and isinstance(code, Compiled) and code.has_kept(sizes):
                 code.confirm(lambda: runner.trace(_half(sizes), lambda run, _: run(), like))
             runner.trace(sizes, trace, like)
 
-        trace_at({TOKENS: tokens, REQUESTS: requests}, like)
+        trace_at(first, like)
         if code.is_backed and requests > 1 and self._has_both_axes and not as_one_axis:
             trace_at({TOKENS: tokens, REQUESTS: 1})
         if code.is_backed and tokens > 1:
