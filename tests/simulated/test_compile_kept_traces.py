@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 
 import pytest
@@ -227,6 +227,25 @@ def test_operator_that_returns_another_dtype_is_found(tmp_path):
             with lab_of(tmp_path, Doubled()) as lab:
                 assert compiled(lab)[0] is is_kept
                 require_right(lab)
+
+
+@cache
+def table():
+    return torch.arange(1 << 19, dtype=torch.float32)
+
+
+class Tabled(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        return {"rows": torch.sigmoid(x) + table()[:1] + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+def test_large_constant_is_not_compared(tmp_path):
+    for why in ("", "NotKeptError: a constant of 2097152 bytes"):
+        table.cache_clear()
+        with lab_of(tmp_path, Tabled()) as lab:
+            assert compiled(lab) == (False, why)
+            require_right(lab)
 
 
 def test_capture_after_a_kept_start_compares_what_the_trace_read(folder):

@@ -37,6 +37,8 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 """Of sizes: Dynamo writes them into graphs."""
+_LARGEST_CONSTANT = 1 << 20
+"""Bytes: to compare larger ones takes longer than a trace."""
 _LEFT_OUT = frozenset(f"aten::{name}" for name in (*_EMPTY, *_CHECKS))
 
 
@@ -226,6 +228,8 @@ class _Calls(TorchDispatchMode):
         storage = leaf.untyped_storage()
         if storage._cdata not in self._numbers:
             # Neither taken nor made: a constant, as torch.tensor(2.0) makes.
+            if storage.nbytes() > _LARGEST_CONSTANT:
+                raise NotKeptError(f"a constant of {storage.nbytes()} bytes")
             with _disable_current_modes():
                 contents = sha256(bytes(storage.cpu().tolist())).hexdigest()
             self._told.append(("a constant", contents))
