@@ -382,6 +382,28 @@ def test_part_of_a_model_takes_its_kept_trace(tmp_path):
             require_right(lab)
 
 
+class OneAxis(torch.nn.Module):
+    def forward(self, x):
+        return torch.sigmoid(x * 2)
+
+
+def test_part_of_one_axis_of_two_has_backed_sizes(tmp_path):
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = OneAxis()
+
+        def forward(self, *, x, ids, lens):
+            return {"rows": self.inner(x * 2) + ids[:, None], "lens": lens * 2}
+
+    for is_kept in (False, True):
+        model = Whole()
+        options = {"dynamic_shapes": "backed"}
+        with lab_of(tmp_path, model, options, compile_part=model.inner) as lab:
+            assert compiled(lab)[0] is is_kept
+            require_right(lab)
+
+
 def test_other_process_takes_the_trace(folder):
     """Its hashes of text, addresses and order of sets are others."""
     program = textwrap.dedent(

@@ -178,6 +178,7 @@ def test_compiled_policies_equal_a_run_that_is_not(run: Run) -> None:
             "backend": "eager",
             "compiles": 3,
             "cache_hits": 0,
+            "trace_from_cache": False,
         }
 
 

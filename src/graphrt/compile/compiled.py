@@ -353,7 +353,10 @@ class Compiled:
         if self.is_backed and self._traces:
             ones, trace = next(iter(self._traces.items()))
             ones |= trace.contract.axes_of_one(args, kwargs)
-            trace = self._traces.get(ones, trace)
+            # A part need not have all axes of the model among its arguments.
+            known = trace.contract.axes
+            fits = (one for key, one in self._traces.items() if key & known == ones & known)
+            trace = next(fits, trace)
         if trace is None:
             if self._shapes is not None:
                 leaves = pytree.tree_leaves((args, kwargs))

@@ -72,6 +72,9 @@ class Contract:
             else leaf
             for leaf in leaves
         ]
+        told = [leaf for leaf in self._leaves if isinstance(leaf, _Tensor)]
+        self.axes = frozenset(size for leaf in told for size in leaf.sizes if isinstance(size, str))
+        """Those that vary."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._device_type = tensors[0].device.type if tensors else "cpu"
         self._environment = environment(self._device_type)
