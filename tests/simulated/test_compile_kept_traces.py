@@ -485,6 +485,19 @@ def test_graph_that_calls_the_users_function_is_not_kept():
         kept_graphs.to_bytes(torch.fx.GraphModule(torch.nn.Module(), graph), {})
 
 
+def test_graph_with_an_argument_that_cannot_be_written_is_not_kept():
+    graph = torch.fx.Graph()
+    value = graph.placeholder("x")
+    node = graph.call_function(torch.relu, (value,))
+    graph.output((node,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    # As of code that Dynamo writes, which need not be the text of its graph.
+    [of_module] = module.graph.find_nodes(op="call_function", target=torch.relu)
+    of_module.args = (*of_module.args, type("Local", (), {}))
+    with pytest.raises(NotKeptError, match="PicklingError"):
+        kept_graphs.to_bytes(module, {})
+
+
 def test_axes_come_back_with_their_limits():
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))

@@ -478,7 +478,7 @@ class Compiled:
             )
         found.refuse_shape_guards()
         audit.guards = traced.guards
-        self._keep(traced, found, contract, audit, _devices_of(args, kwargs))
+        self._keep(traced, found, contract, audit, (args, kwargs))
         self._note(_Trace(traced.call, contract, audit), found, is_kept=False)
         return traced.results
 
@@ -488,14 +488,14 @@ class Compiled:
         found: _Compilation,
         contract: Contract,
         audit: Audit,
-        devices: str,
+        given: tuple[Any, Any],
     ) -> None:
-        """Let later processes use the trace."""
+        """Let later processes use the trace. ``given``: to the traced call."""
         place = self._place_of_kept()
         if place is None:
             return
         cache, key = place
-        cache.device = cache.device or devices
+        cache.device = cache.device or _devices_of(*given)
         try:
             if found.graph is None:
                 raise NotKeptError(found.why_not_kept)

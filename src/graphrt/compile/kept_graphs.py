@@ -71,6 +71,15 @@ def to_bytes(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
     """``axes``: what its symbols stand for. Errors: ``NotKeptError`` for a graph with constants,
     graphs inside it, calls of the user's functions, or values that are told otherwise than by
     dtype, device and layout."""
+    try:
+        return _written(graph, axes)
+    except NotKeptError:
+        raise
+    except Exception as error:
+        raise NotKeptError(f"{type(error).__name__}: {error}") from error
+
+
+def _written(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
     file = io.BytesIO()
     nodes = [*graph.graph.nodes]
     pickler = _Pickler(file, nodes)

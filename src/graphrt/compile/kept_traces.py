@@ -89,7 +89,9 @@ def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> 
                 _arguments(contract),
             )
         )
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError, OSError) as error:
+    except NotKeptError:
+        raise
+    except Exception as error:
         raise NotKeptError(f"{type(error).__name__}: {error}") from error
 
 
