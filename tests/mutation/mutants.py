@@ -1363,7 +1363,7 @@ MUTANTS = [
     Mutant(
         "kept trace of a changed model is used",
         "graphrt/compile/kept_traces.py",
-        "return _first_other(kept.read, _read(audit))",
+        "return _first_other(kept.read, _read(audit, kept.guards))",
         'return ""',
         "simulated/test_compile_kept_traces.py",
     ),

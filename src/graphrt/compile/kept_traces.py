@@ -10,12 +10,13 @@ from __future__ import annotations
 import builtins
 import marshal
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> 
                 traced.ordered,
                 [*audit.traced],
                 [*audit.names],
-                _read(audit),
+                _read(audit, traced.parts),
                 _arguments(contract),
             )
         )
@@ -110,7 +111,7 @@ def change(kept: KeptTrace, audit: Audit) -> str:
     Lets ``audit`` know what the trace read."""
     audit.traced, audit.names = frozenset(kept.codes), frozenset(kept.names)
     audit.chosen([one._replace(value=audit.value_of(one.name)) for one in kept.guards])
-    return _first_other(kept.read, _read(audit))
+    return _first_other(kept.read, _read(audit, kept.guards))
 
 
 def guarded(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
@@ -270,8 +271,13 @@ def _arguments(contract: Contract) -> dict[str, str]:
     return {name: _words_of(value) for name, value in contract.told}
 
 
-def _read(audit: Audit) -> dict[str, str]:
+def _read(audit: Audit, guards: Sequence[GuardParts]) -> dict[str, str]:
     found = {name: _words_of(value) for name, value in audit.read()}
+    for one in guards:
+        if one.guard_type == "HASATTR" and one.made_of is not None:
+            attribute = one.made_of[1].keywords["attr"]
+            has = hasattr(audit.value_of(one.name), attribute)
+            found[f"hasattr {one.name}.{attribute}"] = str(has)
     for file, _, name in audit.traced:
         if file in found:
             continue
@@ -297,7 +303,7 @@ def target_of(target: Callable[..., Any]) -> str:
     return sha256("\n".join(told).encode()).hexdigest()
 
 
-def _words_of(value: Any, depth: int = 2) -> str:
+def _words_of(value: Any, depth: int = 8) -> str:
     """The same in every process for what is alike."""
     kind = type(value)
     name = f"{module_of(kind)}.{kind.__qualname__}"
@@ -316,10 +322,12 @@ def _words_of(value: Any, depth: int = 2) -> str:
         return f"{name} {called} {_hash_of(value.__code__)}"
     if isinstance(value, torch.Tensor):
         return f"{name} {value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
-    if kind in (list, tuple, dict, set, frozenset) and depth:
+    if isinstance(value, BuiltinFunctionType):
+        return f"{name} {value.__module__}.{value.__qualname__}"
+    if isinstance(value, list | tuple | dict | set | frozenset | deque) and depth:
         # Of a dict the keys: guards are about each value that was read.
         inside = [_words_of(part, depth - 1) for part in value]
-        return f"{name} {sorted(inside) if kind in (set, frozenset) else inside}"
+        return f"{name} {sorted(inside) if isinstance(value, set | frozenset) else inside}"
     return name
 
 
