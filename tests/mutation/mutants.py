@@ -1412,7 +1412,7 @@ MUTANTS = [
     Mutant(
         "object among the arguments counts as compared",
         "graphrt/compile/guards.py",
-        "if not isinstance(leaf, (torch.Tensor, *_HOST))",
+        "if not isinstance(leaf, (torch.Tensor, *HOST))",
         "if False",
         "simulated/test_compile_runtime.py",
     ),

@@ -300,7 +300,7 @@ class Compiled:
         kept: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
         graph, mode = kept_graphs.from_bytes(kept.graph, is_backed=self.is_backed)
         root, scope = own_root(self.runnable)
-        kept_traces.function_of(kept, root, graph)
+        kept_traces.name_modules(kept, root)
         contract = Contract(args, kwargs, {}, self._limits)
         audit = Audit(scope, root.__globals__, contract, at_calls=False)
         # First what runs nothing: the graph may be one of another model.
@@ -526,7 +526,7 @@ class Compiled:
             return run(*inputs)
 
         try:
-            call = kept_traces.function_of(kept.trace, root, first)
+            kept_traces.name_modules(kept.trace, root)
             self._why_traced = (
                 kept_traces.change(kept.trace, audit)
                 or kept_traces.guarded(kept.trace, root, contract, audit)
@@ -534,7 +534,7 @@ class Compiled:
             )
             if self._why_traced:
                 return None
-            root.__globals__[kept.trace.entry] = first
+            call = kept_traces.function_of(kept.trace, root, first)
             outputs = call(*args, **kwargs)
         except GraphrtError:
             raise

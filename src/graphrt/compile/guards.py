@@ -22,7 +22,7 @@ from graphrt.externals.places import attributes_of, is_foreign, module_of
 Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
 
-_HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 
@@ -83,9 +83,7 @@ class Contract:
         self.scope = _without_tensors(args, kwargs)
         """Where expressions about the arguments that are objects find these."""
         self.compared = frozenset(_parts_of_paths(path for path, _ in paths)) - {
-            _expression(path)
-            for path, leaf in paths
-            if not isinstance(leaf, (torch.Tensor, *_HOST))
+            _expression(path) for path, leaf in paths if not isinstance(leaf, (torch.Tensor, *HOST))
         }
         """Expressions of what ``check`` compares: all but what is in such objects."""
 
@@ -120,7 +118,7 @@ class Contract:
             if isinstance(expected, _Tensor):
                 self._check_tensor(name, expected, leaf, found)
             elif leaf is not expected and not (
-                isinstance(expected, _HOST) and type(leaf) is type(expected) and leaf == expected
+                isinstance(expected, HOST) and type(leaf) is type(expected) and leaf == expected
             ):
                 raise _breach(name, shown(expected), shown(leaf))
         now = environment(self._device_type)
@@ -388,7 +386,7 @@ def _owners(value: Any, names: frozenset[str]) -> dict[str, str]:
         is_told = is_class or isinstance(owner, FunctionType)
         place = owner.__qualname__ if is_class else "the object itself"
         for name in names & own.keys():
-            is_plain = is_told and isinstance(own[name], _HOST)
+            is_plain = is_told and isinstance(own[name], HOST)
             found.setdefault(name, f"{own[name]!r} of {place}" if is_plain else f"that of {place}")
     return found
 

@@ -26,15 +26,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrt.compile import effects, splitter, torch_api
-from graphrt.compile.guards import Audit, Contract
+from graphrt.compile.guards import HOST, Audit, Contract
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.torch_api import GuardParts, Traced
 from graphrt.externals.places import module_of
 from graphrt.source import IMPORTED_AT
 from graphrt.values import tensors_of
 
-_HOST = (type(None), bool, int, float, complex, str, bytes)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_PLAIN = (*HOST, torch.layout, torch.memory_format)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 """Of sizes: Dynamo writes them into graphs."""
@@ -97,13 +96,17 @@ def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> 
 
 
 def function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) -> FunctionType:
-    """What Dynamo made of ``root``; calls ``run`` with the inputs of the graph."""
+    """What Dynamo made of ``root``, whose globals are as for ``name_modules``; calls ``run`` with
+    the inputs of the graph."""
     scope = root.__globals__
-    for name, module in kept.modules.items():
-        # Expressions of guards name modules so too.
-        scope[name] = import_module(module) if module else vars(builtins)
     scope[kept.entry] = run
     return FunctionType(marshal.loads(kept.code), scope, "root", None, root.__closure__)
+
+
+def name_modules(kept: KeptTrace, root: FunctionType) -> None:
+    """Let ``root`` have the modules that the kept code, and expressions of its guards, name."""
+    for name, module in kept.modules.items():
+        root.__globals__[name] = import_module(module) if module else vars(builtins)
 
 
 def change(kept: KeptTrace, audit: Audit) -> str:
@@ -226,8 +229,7 @@ class _Calls(TorchDispatchMode):
 
     def _of(self, leaf: Any) -> Any:
         if not _memory_of(leaf):
-            is_plain = isinstance(leaf, (*_HOST, *_OF_TORCH))
-            return type(leaf).__qualname__, leaf if is_plain else None
+            return type(leaf).__qualname__, leaf if isinstance(leaf, _PLAIN) else None
         storage = leaf.untyped_storage()
         if storage._cdata not in self._numbers:
             # Neither taken nor made: a constant, as torch.tensor(2.0) makes.
@@ -309,7 +311,7 @@ def _words_of(value: Any, depth: int = 8) -> str:
     name = f"{module_of(kind)}.{kind.__qualname__}"
     if isinstance(value, str | bytes):  # It may be a secret.
         return f"{name} {sha256(repr(value).encode()).hexdigest()}"
-    if isinstance(value, (*_HOST, *_OF_TORCH, Enum)):
+    if isinstance(value, (*_PLAIN, Enum)):
         return f"{name} {value!r}"
     if isinstance(value, type):
         return f"{module_of(value)}.{value.__qualname__}"
