@@ -15,8 +15,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -138,6 +140,7 @@ _meetings: WeakValueDictionary[int, Meeting] = WeakValueDictionary()
 _library = torch.library.Library("graphrt_ranks_script", "FRAGMENT")
 _library.define("add_up(Tensor(a!) x, int number) -> ()")
 _library.impl("add_up", _add_up, "CPU")
+torch.library.register_fake("graphrt_ranks_script::add_up", lambda x, number: None, lib=_library)
 
 
 class WaitingDevice(SimulatedDevice):
@@ -465,6 +468,46 @@ def engines() -> None:
                 same=found == expected and only_first == (expected if RANK == 0 else []),
                 ranks=[engine.rank, engine.world],
             )
+    exchange.close()
+
+
+class CompiledMeeting(Meeting):
+    """Meets the other ranks in an operator, in each run: a rank that ran more often would wait."""
+
+    def meet(self, rows: Any) -> Any:
+        total = rows[:1].clone()
+        torch.ops.graphrt_ranks_script.add_up(total, self.number)
+        return rows + 0 * total
+
+
+def compiled() -> None:
+    """Starts at level 3: without kept code, with it, and with it on rank 0 alone."""
+    warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)  # Inductor's own.
+    exchange = TorchExchange()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, place in (("none", "shared"), ("all", "shared"), ("one", f"of {RANK}")):
+            # Those of rank 0 are the entries that it wrote before.
+            own = "shared" if RANK == 0 else place
+            model = CompiledMeeting()
+            asked = {
+                "level": 3,
+                "backend": "inductor",
+                "splitting_ops": ["graphrt_ranks_script.add_up"],
+                "cache_dir": Path(folder, own),
+            }
+            with runtime(exchange, model, compilation=asked) as made:
+                made.capture()
+                report = made.report().compile
+                assert report is not None
+                served = step(made, 8, 3), step(made, 3, 2)
+                say(
+                    name=name,
+                    is_kept=report.is_trace_kept,
+                    why=report.why_traced,
+                    modes=[one["mode"] for one in served],
+                )
+            del model, made
+            gc.collect()  # So that the next one has its number, as in a process of its own.
     exchange.close()
 
 
@@ -1017,6 +1060,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "mismatch": mismatch,
     "interrupted": interrupted,
     "engines": engines,
+    "compiled": compiled,
     "experts": experts,
     "micro-batches": micro_batches,
     "tensor parallel": tensor_parallel,

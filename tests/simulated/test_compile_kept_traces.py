@@ -6,6 +6,7 @@ process matters.
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import random
@@ -19,14 +20,14 @@ from functools import cache, partial
 from types import ModuleType
 
 import pytest
+import sympy
 import torch
 
-from graphrt.compile import kept_graphs
+from graphrt.compile import fake_runs, kept_graphs
 from graphrt.compile.cache import CompileCache
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.ranges import Axis
-from graphrt.errors import GuardAuditError, ShapeGuardError
-from graphrt.parallel import exchange
+from graphrt.errors import CompileError, GuardAuditError, ShapeGuardError
 from lab import WIDTH, RuntimeLab, example, values
 
 pytestmark = [
@@ -43,6 +44,10 @@ class Options:
     is_shifted: bool = False
 
 
+class Named(list):
+    pass
+
+
 class Model(torch.nn.Module):
     """What the trace reads: constants, a list, an object, two parameters that may be one, the
     environment of the process, which no guard is about; and it writes a buffer."""
@@ -54,9 +59,15 @@ class Model(torch.nn.Module):
         self.second = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
         self.register_buffer("count", torch.zeros(1))
         self.options = Options()
+        self.options.offset = 0.5
         self.factors = [1.0, 0.5]
+        self.recent = collections.deque([1.0])
+        self.named = Named([1.0])
+        self.choose = max
 
     def forward(self, *, x, ids, lens):
+        x = x * getattr(self.options, "limit", 1.0) + getattr(self.options, "offset", 0.0)
+        x = x * len(self.recent) * len(self.named) * self.choose(2, 3)
         x = torch.tanh(x @ self.first)
         self.count.add_(1)
         x = torch.sigmoid(x)
@@ -69,8 +80,21 @@ class Model(torch.nn.Module):
         x = torch.addmm(self.first[0], x, self.first, **scaled)
         if switch == "shift":
             x = x + 1.0
-        if switch == "when small" and x.shape[0] <= 8:
+        if switch == "small" and x.shape[0] <= 8:
             x = x + 1.0
+        if switch == "one" and ids.shape[0] == 1:
+            x = x + 1.0
+        if switch == "five" and x.shape[0] == 5:
+            x = x + 1.0
+        if switch == "multiple" and x.shape[0] % 3 == 0:
+            x = x + 1.0
+        if switch == "requests" and lens.shape[0] > 3:
+            x = x + 1.0
+        if switch == "check":
+            torch._check(x.shape[0] <= 12)
+        x = x * (-0.0 if switch == "zero" else 0.0) + x
+        if switch == "hold":
+            self.held = x * 2
         if switch == "count":
             self.second.add_(1.0)
         if switch == "draw":
@@ -160,6 +184,26 @@ def change_type(model):
     model.options = type("Other", (Options,), {})()
 
 
+def set_optional(model):
+    model.options.limit = 4.0
+
+
+def remove_optional(model):
+    del model.options.offset
+
+
+def change_deque(model):
+    model.recent.append(1.0)
+
+
+def change_subclass(model):
+    model.named.append(1.0)
+
+
+def change_builtin(model):
+    model.choose = min
+
+
 def tie(model):
     model.second = model.first
 
@@ -168,7 +212,10 @@ def hook(model):
     model.register_forward_hook(lambda *_: None)
 
 
-CHANGES = [change_scale, change_list, change_type, tie, hook]
+CHANGES = [
+    *(change_scale, change_list, change_type, tie, hook, set_optional, remove_optional),
+    *(change_deque, change_subclass, change_builtin),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -191,7 +238,9 @@ def test_reason_names_what_differs(kept):
         assert f"traced here: {compiled(lab)[1]}" in str(lab.runtime.report())
 
 
-@pytest.mark.parametrize("switch", ["shift", "constant", "keyword", "count", "draw", "twice"])
+@pytest.mark.parametrize(
+    "switch", ["shift", "constant", "keyword", "zero", "count", "draw", "twice"]
+)
 def test_what_no_guard_compares_is_found_by_runs(kept, monkeypatch, switch):
     monkeypatch.setenv(SWITCH, switch)
     with lab_of(kept) as lab:
@@ -201,9 +250,40 @@ def test_what_no_guard_compares_is_found_by_runs(kept, monkeypatch, switch):
             require_right(lab)
 
 
-def test_branch_that_other_sizes_take_is_found_by_a_run_at_others(kept, monkeypatch):
-    monkeypatch.setenv(SWITCH, "when small")
-    with pytest.raises(ShapeGuardError, match="branch on a size"):
+@pytest.mark.parametrize("switch", ["small", "five", "multiple", "requests"])
+def test_branch_on_a_size_is_refused_as_without_a_kept_trace(kept, monkeypatch, switch):
+    monkeypatch.setenv(SWITCH, switch)
+    with pytest.raises(ShapeGuardError, match=rf"branch on a size at .*{switch}"):
+        lab_of(kept)
+
+
+def test_branch_on_a_backed_size_is_refused_as_without_a_kept_trace(tmp_path, monkeypatch):
+    options = {"dynamic_shapes": "backed"}
+    with lab_of(tmp_path, options=options):
+        pass
+    monkeypatch.setenv(SWITCH, "five")
+    with pytest.raises(ShapeGuardError, match=r"branch on a size at .*five"):
+        lab_of(tmp_path, options=options)
+
+
+def test_branch_on_one_token_is_traced_anew(kept, monkeypatch):
+    monkeypatch.setenv(SWITCH, "one")
+    with lab_of(kept) as lab:
+        assert not compiled(lab)[0]
+        assert "GuardOnDataDependentSymNode" in compiled(lab)[1]
+        require_right(lab)
+
+
+def test_check_of_a_size_that_the_trace_does_not_make_is_found(kept, monkeypatch):
+    monkeypatch.setenv(SWITCH, "check")
+    with lab_of(kept) as lab:
+        assert not compiled(lab)[0]
+        assert "it takes for granted that" in compiled(lab)[1]
+
+
+def test_fake_tensor_that_the_model_keeps_is_an_error(kept, monkeypatch):
+    monkeypatch.setenv(SWITCH, "hold")
+    with pytest.raises(CompileError, match=r"fake result of aten\.mul"):
         lab_of(kept)
 
 
@@ -227,22 +307,81 @@ def test_operator_that_returns_another_dtype_is_found(tmp_path):
 
 
 @cache
-def table():
-    return torch.arange(1 << 19, dtype=torch.float32)
+def table(is_compiling):
+    return torch.arange(WIDTH, dtype=torch.float32) + float(is_compiling)
 
 
 class Tabled(torch.nn.Module):
     def forward(self, *, x, ids, lens):
-        return {"rows": torch.sigmoid(x) + table()[:1] + ids[:, None], "lens": lens * 2}
+        rows = torch.sigmoid(x) + table(False) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_large_constant_is_not_compared(tmp_path):
-    for why in ("", "NotKeptError: a constant of 2097152 bytes"):
+def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path):
+    for is_kept in (False, True):
         table.cache_clear()
         with lab_of(tmp_path, Tabled()) as lab:
-            assert compiled(lab) == (False, why)
+            assert compiled(lab) == (is_kept, "")
+            assert table.cache_info().currsize == 0
             require_right(lab)
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+def test_cached_function_that_was_called_before_keeps_its_results(tmp_path):
+    """Its result is a constant there, which no trace has: those call the function."""
+    table.cache_clear()
+    with lab_of(tmp_path, Tabled()):
+        pass
+    before = table(False)
+    with lab_of(tmp_path, Tabled()) as lab:
+        assert "a constant" in compiled(lab)[1]
+        assert table(False) is before
+        require_right(lab)
+
+
+def test_constant_that_is_too_large_to_read_is_traced_anew(kept, monkeypatch):
+    monkeypatch.setattr(fake_runs, "_LARGEST_CONSTANT", 3)
+    with lab_of(kept) as lab:
+        assert compiled(lab) == (False, "not kept: a constant of 4 bytes")
+
+
+class Served(torch.nn.Module):
+    """Its operator runs nowhere, its data is looked at, and parts of it are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((WIDTH,), 2.0))
+        self.options = collections.UserDict(scale=2.0)
+
+    def forward(self, *, x, ids, lens):
+        with torch.profiler.record_function("first"):
+            x = x * self.weight.data * self.options["scale"]
+        if torch.compiler.is_compiling():
+            x = x * 1
+        first, second = torch.ops.kept_traces.served(x).chunk(2, 1)
+        rows = torch.cat([second, first], 1) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler")
+def test_operator_that_a_function_serves_is_compared_by_its_fake(tmp_path):
+    def stub(x):
+        raise NotImplementedError
+
+    with torch.library._scoped_library("kept_traces", "FRAGMENT") as library:
+        library.define("served(Tensor x) -> Tensor")
+        library.impl("served", stub, "CPU")
+        torch.library.register_fake("kept_traces::served", torch.empty_like, lib=library)
+        for is_kept in (False, True):
+            options = {"splitting_ops": ["kept_traces::served"]}
+            impls = {"kept_traces::served": torch.sigmoid}
+            with lab_of(tmp_path, Served(), options, op_impls=impls) as lab:
+                assert compiled(lab) == (is_kept, "")
+                given = values(5, 2, 0)
+                first, second = torch.sigmoid(given["x"] * 4.0).chunk(2, 1)
+                expected = torch.cat([second, first], 1) + given["ids"][:, None]
+                torch.testing.assert_close(lab.step(5, 2, seed=0)["rows"], expected)
 
 
 def test_capture_after_a_kept_start_compares_what_the_trace_read(folder):
@@ -253,23 +392,16 @@ def test_capture_after_a_kept_start_compares_what_the_trace_read(folder):
             lab.runtime.capture()
 
 
-def test_examples_that_fail_at_other_sizes_do_not_stop_a_start(kept):
-    def only_large(sizes, seed):
-        if sizes["tokens"] < 4:
-            raise ValueError("too few")
+def test_start_asks_for_examples_of_the_sizes_of_the_trace_alone(kept):
+    asked = set()
+
+    def noting(sizes, seed):
+        asked.add(sizes["tokens"])
         return example(sizes, seed)
 
-    with lab_of(kept, examples=only_large) as lab:
-        assert compiled(lab) == (False, "the kept one failed: ValueError: too few")
-        require_right(lab)
-
-
-def test_start_of_one_of_several_ranks_takes_no_kept_trace(kept, monkeypatch):
-    """It would run the model more often than the others, which meet it in collectives."""
-    monkeypatch.setattr("graphrt.runtime.compiling.is_one_of_several", lambda: True)
-    with lab_of(kept) as lab:
-        assert compiled(lab) == (False, "")
-    assert not exchange.is_one_of_several()
+    with lab_of(kept, examples=noting) as lab:
+        assert compiled(lab) == (True, "")
+        assert len(asked) == 1
 
 
 @pytest.mark.parametrize("options", [{"guard_policy": "keep"}, {"compile_cache": False}])
@@ -499,7 +631,8 @@ def test_axes_come_back_with_their_limits():
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    data = kept_graphs.to_bytes(module, {"s0": Axis("tokens", 16)})
-    again, mode = kept_graphs.from_bytes(data, is_backed=True)
+    data = kept_graphs.to_bytes(module, {sympy.Symbol("s0"): Axis("tokens", 16)})
+    again, fresh = kept_graphs.from_bytes(data, is_backed=True)
     assert [node.op for node in again.graph.nodes] == ["placeholder", "output"]
-    assert mode.shape_env is not None
+    assert isinstance(fresh.size_of("tokens"), torch.SymInt)
+    assert fresh.mode.shape_env.var_to_range[fresh.size_of("tokens").node.expr].upper == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from typing import Any
 
@@ -178,6 +179,15 @@ def test_sampled_comparison_of_one_rank_raises_on_all() -> None:
     for n, error in ((1, "ValueError"), (4, "InputMismatchError")):
         assert (first[n]["error"], second[n]["error"]) == ("PeerFailedError", error)
         assert f"a failure on rank 1: {error}" in first[n]["text"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_ranks_take_kept_traces_alone_or_together() -> None:
+    first, second = all_said(launch("compiled"))
+    kept = [[line["is_kept"] for line in said if "name" in line] for said in (first, second)]
+    assert kept == [[False, True, True], [False, True, False]], (first, second)
+    for said in (first, second):
+        assert [line["modes"] for line in said if "name" in line] == [["PIECEWISE"] * 2] * 3
 
 
 def test_ranks_of_an_engine_give_the_tokens_of_one() -> None:

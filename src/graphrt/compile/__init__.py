@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphrt.compile.cache import CacheEntry as CacheEntry, CompileCache as CompileCache
-    from graphrt.compile.compiled import Compiled as Compiled, CompileReport as CompileReport
+    from graphrt.compile.compilation import CompileReport as CompileReport
+    from graphrt.compile.compiled import Compiled as Compiled
     from graphrt.compile.custom_ops import (
         CustomOp as CustomOp,
         CustomOpCounts as CustomOpCounts,
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "cache": ("CacheEntry", "CompileCache"),
-    "compiled": ("CompileReport", "Compiled"),
+    "compilation": ("CompileReport",),
+    "compiled": ("Compiled",),
     "custom_ops": ("CustomOp", "CustomOpCounts", "check_custom_ops", "count_custom_ops"),
     "splitter": ("PieceInfo",),
     "stock": ("Stock",),

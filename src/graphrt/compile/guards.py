@@ -253,6 +253,8 @@ class Audit:
         self._by_contract = contract.compared
         # Guards name an array of NumPy as the tensor that the trace has in its place.
         self._globals = {"G": globals_, "___from_numpy": torch.as_tensor}
+        self._codes: dict[str, Any] = {}
+        """By expression."""
         self.kept: list[tuple[str, str, object]] = []
         """Kind, expression and value. Of what guards know by its id, which is its own only while
         it lives; of no tensor."""
@@ -286,11 +288,13 @@ class Audit:
 
     def value_of(self, expression: str) -> object:
         """What stands there now; an exception where nothing does."""
-        return self._now(compile(expression, "<graphrt audit>", "eval"))
+        return self._now(self._code_of(expression))
 
     def read(self) -> Iterator[tuple[str, object]]:
         """Each thing that is compared, by its expression, as it stands there now."""
         for kind, name, _ in self.kept:
+            if kind == "HASATTR":  # It need not be there.
+                continue
             value = self.value_of(name)
             # Guards of what is in a container, or is not, say that themselves.
             is_of_type = kind == "TYPE_MATCH" or kind.endswith("_CONTAINS")
@@ -311,8 +315,7 @@ class Audit:
         if is_left_out or is_unguarded or isinstance(value, torch.nn.Module):
             self._compare(name, value, is_unguarded)
         if name not in self._objects and not is_foreign(_home_of(value)):
-            code = compile(name, "<graphrt audit>", "eval")
-            self._objects[name] = code, _owners(value, self.names)
+            self._objects[name] = self._code_of(name), _owners(value, self.names)
             self._sizes.update((base, len(vars(base))) for base in type(value).__mro__)
         if type(value) not in self._classes:
             self._classes.add(type(value))
@@ -321,9 +324,15 @@ class Audit:
         return self.at_calls or not is_left_out
 
     def _compare(self, name: str, value: object, is_unguarded: bool) -> None:
-        self._compared[name] = found = compile(name, "<graphrt audit>", "eval"), _told(value)
+        self._compared[name] = found = self._code_of(name), _told(value)
         if is_unguarded:
             self._unguarded.append(found)
+
+    def _code_of(self, expression: str) -> Any:
+        # Several guards are about one thing, and to compile takes longer than to evaluate.
+        if expression not in self._codes:
+            self._codes[expression] = compile(expression, "<graphrt audit>", "eval")
+        return self._codes[expression]
 
     def check_call(self) -> None:
         """As ``check``, without what torch's guards compare by more than matters.

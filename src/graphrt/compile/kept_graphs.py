@@ -97,8 +97,8 @@ def _written(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes, *, is_backed: bool) -> tuple[fx.GraphModule, FakeTensorMode]:
-    """The graph, with symbols of its own. Errors: whatever is wrong with the bytes."""
+def from_bytes(data: bytes, *, is_backed: bool) -> tuple[fx.GraphModule, FreshSymbols]:
+    """The graph, and the symbols in it. Errors: whatever is wrong with the bytes."""
     unpickler = _Unpickler(io.BytesIO(data))
     axes, num_nodes = unpickler.load()
     fresh = FreshSymbols(axes, is_backed=is_backed)
@@ -114,7 +114,24 @@ def from_bytes(data: bytes, *, is_backed: bool) -> tuple[fx.GraphModule, FakeTen
             if op in _CALLS or op == "placeholder":
                 node.meta["example_value"] = _made(value, memories, fresh)
             unpickler.nodes.append(node)
-    return fx.GraphModule(torch.nn.Module(), graph), fresh.mode
+    return fx.GraphModule(torch.nn.Module(), graph), fresh
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    memory: torch.UntypedStorage | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: tuple[Sequence[Any], Sequence[Any], Any],
+) -> FakeTensor:
+    """One of ``mode`` with these sizes, strides and offset. ``memory``: of another one that it
+    shares; None: its own."""
+    with no_dispatch():
+        meta = torch.empty(0, dtype=dtype, device="meta")
+        if memory is not None:
+            meta.set_(memory, 0, (0,), (1,))
+        # How large the memory is nobody asks; to compute it takes longer than all else.
+        return FakeTensor(mode, meta.as_strided(*layout), device)
 
 
 def _name_of(target: Any) -> str:
@@ -152,14 +169,10 @@ def _made(value: Any, memories: dict[int, torch.UntypedStorage], fresh: FreshSym
     if isinstance(value, _Size):
         return fresh.number(value.expression)
     if isinstance(value, _Tensor):
-        shape, stride, offset = _made(value.layout, memories, fresh)
-        with no_dispatch():
-            meta = torch.empty(0, dtype=value.dtype, device="meta")
-            memory = memories.setdefault(value.memory, meta.untyped_storage())
-            if memory._cdata != meta.untyped_storage()._cdata:
-                meta.set_(memory, 0, (0,), (1,))
-            # How large the memory is nobody asks; to compute it takes longer than all else.
-            return FakeTensor(fresh.mode, meta.as_strided(shape, stride, offset), value.device)
+        layout, memory = _made(value.layout, memories, fresh), memories.get(value.memory)
+        made = fake_tensor(fresh.mode, memory, value.dtype, value.device, layout)
+        memories.setdefault(value.memory, made.untyped_storage())
+        return made
     if isinstance(value, tuple | list):
         return type(value)([_made(one, memories, fresh) for one in value])
     return value

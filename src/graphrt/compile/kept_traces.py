@@ -1,8 +1,8 @@
 """Traces that earlier processes made: kept beside compiled code, compared before they are used.
 
 A trace is used again only if the files of the traced code are the same, all that its guards are
-about is told the same, and runs of the model and of the graph make the same calls, at the sizes of
-the trace and at others. What a trace read without a guard is found by these runs.
+about is told the same, and runs of the model and of the graph with fake tensors call the same
+operations, whatever the sizes are. What a trace read without a guard is found by these runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -21,25 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphrt.compile import effects, splitter, torch_api
-from graphrt.compile.guards import HOST, Audit, Contract
+from graphrt.compile import fake_runs, kept_graphs, torch_api
+from graphrt.compile.fake_runs import PLAIN, Calls, TracedCall
+from graphrt.compile.guards import Audit, Axes, Contract
 from graphrt.compile.kept_graphs import NotKeptError
+from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.torch_api import GuardParts, Traced
 from graphrt.externals.places import module_of
 from graphrt.source import IMPORTED_AT
-from graphrt.values import tensors_of
-
-_PLAIN = (*HOST, torch.layout, torch.memory_format)
-_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
-"""Of sizes: Dynamo writes them into graphs."""
-_LARGEST_CONSTANT = 1 << 20
-"""Bytes: to compare larger ones takes longer than a trace."""
-_LEFT_OUT = frozenset(f"aten::{name}" for name in (*_EMPTY, *_CHECKS))
 
 
 class KeptTrace(NamedTuple):
@@ -63,10 +54,23 @@ class KeptTrace(NamedTuple):
     """In words: its files, and by expression what the guards are about."""
     arguments: Mapping[str, str]
     """In words, and modes."""
+    calls: Calls
+    """Those of the graph."""
 
 
-def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> bytes:
-    """Errors: ``NotKeptError`` for a trace that another process cannot use."""
+def to_bytes(
+    traced: Traced,
+    graph: bytes,
+    contract: Contract,
+    audit: Audit,
+    root: FunctionType,
+    given: tuple[Any, Any],
+    axes: Axes,
+    *,
+    is_backed: bool,
+) -> bytes:
+    """``root``: another one than was traced, of the same model. ``given``: to the traced call, of
+    which ``axes`` vary. Errors: ``NotKeptError`` for a trace that another process cannot use."""
     call: Any = traced.call
     code, scope = call.__code__, call.__globals__
     modules = {name: one.__name__ for name, one in scope.items() if isinstance(one, ModuleType)}
@@ -75,20 +79,24 @@ def to_bytes(traced: Traced, graph: bytes, contract: Contract, audit: Audit) -> 
     if len(entries) != 1 or audit.changed:
         raise NotKeptError(f"globals that it makes or changes: {[*entries, *audit.changed]}")
     try:
-        return pickle.dumps(
-            KeptTrace(
-                marshal.dumps(code),
-                entries.pop(),
-                modules,
-                graph,
-                [one for one in traced.parts if one.name],
-                traced.ordered,
-                [*audit.traced],
-                [*audit.names],
-                _read(audit, traced.parts),
-                _arguments(contract),
-            )
+        kept = KeptTrace(
+            marshal.dumps(code),
+            entries.pop(),
+            modules,
+            graph,
+            [one for one in traced.parts if one.name],
+            traced.ordered,
+            [*audit.traced],
+            [*audit.names],
+            _read(audit, traced.parts),
+            _arguments(contract),
+            Calls((), (), {}),
         )
+        name_modules(kept, root)
+        read_back, fresh = kept_graphs.from_bytes(graph, is_backed=is_backed)
+        entered = partial(function_of, kept, root)
+        calls = fake_runs.calls_of(TracedCall(read_back, fresh, entered, *given, axes))
+        return pickle.dumps(kept._replace(calls=calls))
     except NotKeptError:
         raise
     except Exception as error:
@@ -113,8 +121,14 @@ def change(kept: KeptTrace, audit: Audit) -> str:
     """What of the files, and of what the guards are about, is told otherwise now; "" if nothing is.
     Lets ``audit`` know what the trace read."""
     audit.traced, audit.names = frozenset(kept.codes), frozenset(kept.names)
-    audit.chosen([one._replace(value=audit.value_of(one.name)) for one in kept.guards])
+    audit.chosen([one._replace(value=_value_of(one, audit)) for one in kept.guards])
     return _first_other(kept.read, _read(audit, kept.guards))
+
+
+def _value_of(guard: GuardParts, audit: Audit) -> object:
+    owner, attribute = torch_api.attribute_asked(guard) or (guard.name, "")
+    is_there = owner == guard.name or hasattr(audit.value_of(owner), attribute)
+    return audit.value_of(guard.name) if is_there else None
 
 
 def guarded(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
@@ -135,138 +149,18 @@ def _first_other(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def difference(
-    kept: KeptTrace, graph: fx.GraphModule, root: FunctionType, args: Any, kwargs: Any
+    kept: KeptTrace,
+    graph: fx.GraphModule,
+    fresh: FreshSymbols,
+    root: FunctionType,
+    given: tuple[Any, Any],
+    axes: Axes,
 ) -> str:
-    """The first operation of ``root``, run uncompiled, that the kept ``graph`` does not call alike;
-    "" if there is none. Raises nothing; what both write is put back."""
-    of_graph, of_model = _Calls(), _Calls()
-
-    def run(*inputs: Any) -> Any:
-        for calls in (of_graph, of_model):
-            calls.number(inputs)
-        return graph(*inputs)
-
-    for calls, call in ((of_graph, function_of(kept, root, run)), (of_model, root)):
-        try:
-            with torch_api.as_if_traced(), calls:
-                calls.returned(call(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
-            return f"{type(error).__name__}: {error}"
-        finally:
-            effects.put_back(calls.held)
-    return of_model.difference(of_graph)
-
-
-class _Calls(TorchDispatchMode):
-    """The operations that run while it is entered, but for those that only make views of tensors,
-    or tensors without contents. Memories are numbered as they are met."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.held: effects.Copies = []
-        """What was there before, of what they wrote."""
-        self._told: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._met: list[StorageWeakRef] = []
-        """So that no other memory gets the name of one that is gone."""
-        self._made: set[int] = set()
-        """Memories that are new, or are held."""
-        self._room = effects.MOST_COPIED_BYTES
-
-    def number(self, values: Any) -> None:
-        """Number the memory of tensors, in order."""
-        for leaf in pytree.tree_leaves(values):
-            if _memory_of(leaf):
-                self._number(leaf.untyped_storage())
-
-    def returned(self, results: Any) -> None:
-        """Note what the whole call returns."""
-        leaves, structure = pytree.tree_flatten(results)
-        self._told.append(("results", str(structure), [self._of(leaf) for leaf in leaves]))
-
-    def difference(self, other: _Calls) -> str:
-        """The first call that differs, "" if none does."""
-        for one, another in zip(self._told, other._told, strict=False):
-            if one != another:
-                return f"{one[0]} called as {one[1:]}, before {another[0]} as {another[1:]}"
-        return "" if len(self._told) == len(other._told) else "the number of calls"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = pytree.tree_leaves((args, kwargs))
-        # Before the call, which may write the contents that are told of constants.
-        told = [self._of(leaf) for leaf in given]
-        if func._schema.is_mutable:
-            for tensor in tensors_of(effects.written_among(func, args, kwargs)):
-                self._hold(tensor.untyped_storage())
-        results = func(*args, **kwargs)
-        made = pytree.tree_leaves(results)
-        memories = {_memory_of(one) for one in given}
-        are_views = bool(made) and all(_memory_of(one) in memories - {0} for one in made)
-        for one in made:
-            if _memory_of(one) not in (memories | {0}):
-                self._made.add(self._number(one.untyped_storage()))
-        is_left_out = are_views and not func._schema.is_mutable
-        if func._schema.name not in _LEFT_OUT and not is_left_out:
-            self._told.append((str(func), told, [*kwargs], [self._of(leaf) for leaf in made]))
-        return results
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        number = self._number(storage)
-        if number not in self._made:
-            self._made.add(number)
-            self._room -= storage.nbytes()
-            # What is larger is a cache, of which runs on examples write free rows.
-            if self._room >= 0:
-                with _disable_current_modes():
-                    self.held.append((storage, storage.clone()))
-
-    def _number(self, storage: torch.UntypedStorage) -> int:
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._numbers)
-            self._met.append(StorageWeakRef(storage))
-        return self._numbers[storage._cdata]
-
-    def _of(self, leaf: Any) -> Any:
-        if not _memory_of(leaf):
-            return type(leaf).__qualname__, leaf if isinstance(leaf, _PLAIN) else None
-        storage = leaf.untyped_storage()
-        if storage._cdata not in self._numbers:
-            # Neither taken nor made: a constant, as torch.tensor(2.0) makes.
-            if storage.nbytes() > _LARGEST_CONSTANT:
-                raise NotKeptError(f"a constant of {storage.nbytes()} bytes")
-            with _disable_current_modes():
-                contents = sha256(bytes(storage.cpu().tolist())).hexdigest()
-            self._told.append(("a constant", contents))
-        layout = leaf.storage_offset(), leaf.shape, leaf.stride()
-        return self._number(storage), *layout, leaf.dtype, leaf.device
-
-
-def operator_change(graph: fx.GraphModule, mode: Any) -> str:
-    """The first operator that is not torch's own and that tells other results than in the kept
-    trace; "" if there is none: the code of operators is in no traced file."""
-    for node in graph.graph.nodes:
-        if splitter.is_of_others(node):
-            given = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["example_value"])
-            with mode, torch.no_grad():
-                results = node.target(*given[0], **given[1])
-            if _layouts(results) != _layouts(node.meta["example_value"]):
-                return f"results of {splitter.operator_of(node)}"
-    return ""
-
-
-def _layouts(results: Any) -> list[Any]:
-    return [
-        (leaf.dtype, leaf.device, str(leaf.shape), str(leaf.stride()))
-        if isinstance(leaf, torch.Tensor)
-        else type(leaf)
-        for leaf in pytree.tree_leaves(results)
-    ]
-
-
-def _memory_of(value: Any) -> int:
-    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if is_strided else 0
+    """What ``root``, run uncompiled with fake tensors, calls otherwise than the kept ``graph``; ""
+    if nothing is. ``given``: arguments, of which ``axes`` vary."""
+    traced = TracedCall(graph, fresh, partial(function_of, kept, root), *given, axes)
+    files = {file for file, _, _ in kept.codes}
+    return fake_runs.difference(kept.calls, traced, root, files)
 
 
 def _arguments(contract: Contract) -> dict[str, str]:
@@ -275,11 +169,8 @@ def _arguments(contract: Contract) -> dict[str, str]:
 
 def _read(audit: Audit, guards: Sequence[GuardParts]) -> dict[str, str]:
     found = {name: _words_of(value) for name, value in audit.read()}
-    for one in guards:
-        if one.guard_type == "HASATTR" and one.made_of is not None:
-            attribute = one.made_of[1].keywords["attr"]
-            has = hasattr(audit.value_of(one.name), attribute)
-            found[f"hasattr {one.name}.{attribute}"] = str(has)
+    for owner, attribute in filter(None, map(torch_api.attribute_asked, guards)):
+        found[f"hasattr {owner}.{attribute}"] = str(hasattr(audit.value_of(owner), attribute))
     for file, _, name in audit.traced:
         if file in found:
             continue
@@ -311,7 +202,7 @@ def _words_of(value: Any, depth: int = 8) -> str:
     name = f"{module_of(kind)}.{kind.__qualname__}"
     if isinstance(value, str | bytes):  # It may be a secret.
         return f"{name} {sha256(repr(value).encode()).hexdigest()}"
-    if isinstance(value, (*_PLAIN, Enum)):
+    if isinstance(value, (*PLAIN, Enum)):
         return f"{name} {value!r}"
     if isinstance(value, type):
         return f"{module_of(value)}.{value.__qualname__}"

@@ -151,6 +151,27 @@ class FreshSymbols:
         self._known: dict[Any, Any] = {}
         self._numbers: dict[Any, Any] = {}
 
+    @property
+    def names(self) -> dict[Any, Any]:
+        """Of those that stand for axes: names that are the same in every process."""
+        return {self._known[one]: name for name, one in self._named().items()}
+
+    def of_names(self, expression: Any) -> Any:
+        """What an expression of ``names`` is here."""
+        return self.number(expression.xreplace(self._named()))
+
+    def _named(self) -> dict[Any, Any]:
+        known = [(one, axis) for one, axis in self._axes.items() if one in self._known]
+        return {
+            sympy.Symbol(f"{axis.name}{at}", integer=True): one
+            for at, (one, axis) in enumerate(known)
+        }
+
+    def size_of(self, axis: str) -> Any:
+        """The size of an axis, also of one that is nowhere in the graph."""
+        named = (symbol for symbol, about in self._axes.items() if about.name == axis)
+        return self.number(next(named, sympy.Symbol(axis, integer=True)))
+
     def value(self, size: Any) -> Any:
         """A size of the trace, here."""
         return self.number(size.node.expr) if isinstance(size, torch.SymInt) else size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import operator
 import re
@@ -472,7 +473,9 @@ def _structure(
             if isinstance(constant, fx.GraphModule):
                 lines.append(structure_of(constant, axes))
             else:
-                lines.append(f"{told(constant)} {_digest(constant)}")
+                is_tensor = isinstance(constant, torch.Tensor)
+                contents = digest_of(constant) if is_tensor else repr(constant)
+                lines.append(f"{told(constant)} {contents}")
         else:
             kind, name = "method", target
             if not isinstance(target, str):
@@ -509,9 +512,8 @@ def _named(target: Any) -> str:
     return name
 
 
-def _digest(constant: Any) -> str:
-    """Of the bytes of a tensor; of anything else its text."""
-    if not isinstance(constant, torch.Tensor):
-        return repr(constant)
-    flat = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(bytes(flat.tolist())).hexdigest()
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of the bytes of its contents, in order."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    # Without NumPy, which torch does not need.
+    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.numel())).hexdigest()

@@ -13,7 +13,8 @@ from torch._guards import CompileContext
 
 from graphrt.compile import effects, torch_api
 from graphrt.compile.backends import compiled_by, find_backend
-from graphrt.compile.compiled import CompileReport, Varying, own_root, told_not_to_compile
+from graphrt.compile.compilation import CompileReport
+from graphrt.compile.compiled import Varying, own_root, told_not_to_compile
 from graphrt.compile.dump import Dump
 from graphrt.compile.effects import Copies
 from graphrt.compile.failures import OF_TRACING, translated

@@ -35,6 +35,7 @@ from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
+from torch._dynamo.source import AttrSource, NNModuleSource
 from torch._guards import Guard, GuardsSet
 from torch._inductor import (
     codecache,
@@ -122,6 +123,18 @@ def _parts_of(guard: Any, is_made: bool) -> GuardParts:
     own = guard.orig_guard
     made_of = (own.originating_source, own.create_fn) if is_made else None
     return GuardParts(guard.guard_type, guard.name, made_of)
+
+
+def attribute_asked(guard: GuardParts) -> tuple[str, str] | None:
+    """The expression, and the attribute, of a guard on whether something has that."""
+    if guard.guard_type != "HASATTR" or guard.made_of is None:
+        return None
+    source, made = guard.made_of
+    if isinstance(made, partial):
+        return guard.name, made.keywords["attr"]
+    # Until torch 2.11 such a guard is about the attribute, which may not be there.
+    source = source.base if isinstance(source, NNModuleSource) else source
+    return (source.base.name, source.member) if isinstance(source, AttrSource) else None
 
 
 class Traced(NamedTuple):

@@ -11,7 +11,6 @@ a roll-call through the store that also brought the group up.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -241,13 +240,6 @@ class _InProcessRank(_Member):
 
 
 # -- over torch.distributed
-
-
-def is_one_of_several() -> bool:
-    """Whether torch.distributed has joined this process to others."""
-    dist: Any = sys.modules.get("torch.distributed")  # Who made a group has imported it.
-    is_joined = dist is not None and dist.is_available() and dist.is_initialized()
-    return bool(is_joined and dist.get_world_size() > 1)
 
 
 class TorchExchange(_Member):

@@ -21,7 +21,6 @@ from graphrt.events import Event, Invalidated, Observer
 from graphrt.gc_pause import gc_paused
 from graphrt.graphs import break_point
 from graphrt.graphs.breaks import break_points_refused, is_recording_here, opaque_call
-from graphrt.parallel.exchange import is_one_of_several
 from graphrt.runner import CUDAGraphRunner, Example
 from graphrt.runner.comparisons import Varying
 from graphrt.runner.executor import Inputs
@@ -51,7 +50,6 @@ class CompiledPart:
                 found="one that another runtime has compiled",
                 do="close that runtime first",
             )
-        self._rank = rank
         plan, target = resolved.plan, model if part is None else part.forward
         self._part = part
         self._has_both_axes = not callable(inputs) and {TOKENS, REQUESTS} <= {
@@ -144,25 +142,16 @@ class CompiledPart:
             code.trace(run, [(x, dim, TOKENS) for x, dim, _ in varying] if as_one_axis else varying)
 
         code = self._code
-        if isinstance(code, Compiled):
-            # Ranks meet in collectives of the model: none may run it more often than the others.
-            code.keeps_traces = self._rank is None and not is_one_of_several()
         first = {TOKENS: tokens, REQUESTS: requests}
         if self._part is not None and isinstance(code, Compiled):
-            code.has_kept(first)
             # Its arguments may be computed by the model around it.
-            runner.trace(_half(first), code.look, like)
-
-        def trace_at(sizes: Mapping[str, int], like: Any = None) -> None:
-            if self._part is None and isinstance(code, Compiled) and code.has_kept(sizes):
-                code.confirm(lambda: runner.trace(_half(sizes), lambda run, _: run(), like))
-            runner.trace(sizes, trace, like)
-
-        trace_at(first, like)
+            half = {axis: max(1, size // 2) for axis, size in first.items()}
+            runner.trace(half, code.look, like)
+        runner.trace(first, trace, like)
         if code.is_backed and requests > 1 and self._has_both_axes and not as_one_axis:
-            trace_at({TOKENS: tokens, REQUESTS: 1})
+            runner.trace({TOKENS: tokens, REQUESTS: 1}, trace)
         if code.is_backed and tokens > 1:
-            trace_at({TOKENS: 1, REQUESTS: 1})
+            runner.trace({TOKENS: 1, REQUESTS: 1}, trace)
 
     def audit(self) -> None:
         """Errors: ``GuardAuditError`` for a change since the trace: a capture would not see it."""
@@ -174,10 +163,6 @@ class CompiledPart:
         if part is not None and vars(part).get("forward") is self._code:
             del part.forward
             vars(part).update(self._forward)
-
-
-def _half(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {axis: max(1, size // 2) for axis, size in sizes.items()}
 
 
 def _refuse_in_recordings() -> None:
