@@ -1384,7 +1384,7 @@ MUTANTS = [
     Mutant(
         "kept trace of backed sizes is used though the model branches on one",
         "graphrt/compile/fake_runs.py",
-        "        ranges.refuse_shape_guards(fresh.mode, fresh.made, None)\n",
+        "        ranges.refuse_shape_guards(traced.fresh.mode, traced.fresh.made, None)\n",
         "",
         "simulated/test_compile_kept_traces.py",
     ),
@@ -1403,10 +1403,31 @@ MUTANTS = [
         "simulated/test_compile_kept_traces.py",
     ),
     Mutant(
-        "cached functions remember runs that a kept trace is compared with",
+        "cached functions remember the run that a kept trace is compared with",
+        "graphrt/externals/host_snapshot.py",
+        "            if cache.cache_info().misses > misses:\n                cache.cache_clear()",
+        "            pass",
+        "simulated/test_compile_kept_traces.py",
+    ),
+    Mutant(
+        "what the run that a kept trace is compared with changes stays",
         "graphrt/compile/fake_runs.py",
-        "                one.cache_clear()",
-        "                pass",
+        "            changed = host.undo()",
+        "            changed = ()",
+        "simulated/test_compile_kept_traces.py",
+    ),
+    Mutant(
+        "setting of torch is let pass by the run that a kept trace is compared with",
+        "graphrt/compile/fake_runs.py",
+        "if torch_api.settings() != self._settings:",
+        "if False:",
+        "simulated/test_compile_kept_traces.py",
+    ),
+    Mutant(
+        "results that nothing compares are kept",
+        "graphrt/compile/fake_runs.py",
+        "and one[0] is not type(None)]",
+        "and False]",
         "simulated/test_compile_kept_traces.py",
     ),
     Mutant(

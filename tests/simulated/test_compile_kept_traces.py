@@ -15,8 +15,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial, wraps
 from types import ModuleType
 
 import pytest
@@ -27,7 +28,13 @@ from graphrt.compile import fake_runs, kept_graphs
 from graphrt.compile.cache import CompileCache
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.ranges import Axis
-from graphrt.errors import CompileError, GuardAuditError, ShapeGuardError
+from graphrt.errors import (
+    CompileError,
+    GraphBreakError,
+    GuardAuditError,
+    ShapeGuardError,
+    SideEffectError,
+)
 from lab import WIDTH, RuntimeLab, example, values
 
 pytestmark = [
@@ -95,6 +102,24 @@ class Model(torch.nn.Module):
         x = x * (-0.0 if switch == "zero" else 0.0) + x
         if switch == "hold":
             self.held = x * 2
+        if switch == "hold argument":
+            self.held = x
+        if switch == "step":
+            self.options.scale += 1.0
+        if switch == "hook":
+            self.register_forward_hook(lambda *_: None)
+        if switch == "hide":
+            sys.modules.setdefault("kept_traces_hidden", ModuleType("hidden")).held = x * 2
+        if switch == "seed":
+            torch.manual_seed(5)
+        if switch == "threads":
+            torch.set_num_threads(3)
+        if switch == "dtype":
+            torch.set_default_dtype(torch.float64)
+        if switch == "dtype of some":
+            torch.set_default_dtype(torch.float64)
+            x = x + torch.ones(WIDTH, dtype=torch.int64) / 3
+            torch.set_default_dtype(torch.float32)
         if switch == "count":
             self.second.add_(1.0)
         if switch == "draw":
@@ -281,10 +306,62 @@ def test_check_of_a_size_that_the_trace_does_not_make_is_found(kept, monkeypatch
         assert "it takes for granted that" in compiled(lab)[1]
 
 
-def test_fake_tensor_that_the_model_keeps_is_an_error(kept, monkeypatch):
-    monkeypatch.setenv(SWITCH, "hold")
-    with pytest.raises(CompileError, match=r"fake result of aten\.mul"):
+@pytest.mark.parametrize("switch", ["hold", "hold argument", "step", "hook"])
+def test_side_effect_is_put_back_and_refused_as_without_a_kept_trace(kept, monkeypatch, switch):
+    monkeypatch.setenv(SWITCH, switch)
+    model = Model()
+    before = dict(vars(model))
+    with pytest.raises((SideEffectError, GraphBreakError)):
+        lab_of(kept, model)
+    assert vars(model) == before
+    assert not model._forward_hooks
+
+
+def test_fake_tensor_that_something_else_keeps_is_an_error(kept, monkeypatch):
+    monkeypatch.setenv(SWITCH, "hide")
+    with pytest.raises(SideEffectError, match=r"fake result of aten\.mul"):
         lab_of(kept)
+    sys.modules.pop("kept_traces_hidden")
+
+
+@pytest.mark.parametrize("switch", ["dtype", "dtype of some", "seed", "threads"])
+def test_setting_of_torch_is_put_back_and_no_kept_trace_is_used(kept, monkeypatch, switch):
+    monkeypatch.setenv(SWITCH, switch)
+    before = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
+    # Refused, as with an empty cache, or traced anew.
+    with suppress(CompileError), lab_of(kept) as lab:
+        assert not compiled(lab)[0]
+    assert (torch.get_default_dtype(), torch.get_num_threads()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Told:
+    """A result that is no tree of tensors."""
+
+    def __init__(self, rows, lens):
+        self.rows, self.lens = rows, lens
+
+
+class Telling(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        return Told(torch.sigmoid(x) + ids[:, None], lens * 2)
+
+
+def test_result_whose_contents_nothing_compares_is_not_kept(tmp_path):
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Telling()
+
+        def forward(self, **inputs):
+            told = self.inner(**inputs)
+            return {"rows": told.rows, "lens": told.lens}
+
+    for _ in range(2):
+        model = Whole()
+        with lab_of(tmp_path, model, compile_part=model.inner) as lab:
+            assert "Told'>, whose contents nothing compares" in compiled(lab)[1]
+            require_right(lab)
 
 
 class Doubled(torch.nn.Module):
@@ -311,19 +388,46 @@ def table(is_compiling):
     return torch.arange(WIDTH, dtype=torch.float32) + float(is_compiling)
 
 
+class Tables:
+    @staticmethod
+    @cache
+    def table(is_compiling):
+        return torch.arange(WIDTH, dtype=torch.float32) + float(is_compiling)
+
+
+def hidden(function):
+    @wraps(function)
+    def call(*args):
+        return (function(*args),)[0]
+
+    return call
+
+
+@hidden
+@lru_cache(maxsize=4)
+def hidden_table(is_compiling):
+    return (torch.arange(WIDTH, dtype=torch.float32) + float(is_compiling),)[0]
+
+
 class Tabled(torch.nn.Module):
+    def __init__(self, table=table):
+        super().__init__()
+        self.tables = {"one": table}
+
     def forward(self, *, x, ids, lens):
-        rows = torch.sigmoid(x) + table(False) + ids[:, None]
+        rows = torch.sigmoid(x) + self.tables["one"](False) + ids[:, None]
         return {"rows": rows, "lens": lens * 2}
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path):
+@pytest.mark.parametrize("function", [table, Tables.table, hidden_table])
+def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path, function):
+    cached = getattr(function, "__wrapped__", function) if function is hidden_table else function
     for is_kept in (False, True):
-        table.cache_clear()
-        with lab_of(tmp_path, Tabled()) as lab:
+        cached.cache_clear()
+        with lab_of(tmp_path, Tabled(function)) as lab:
             assert compiled(lab) == (is_kept, "")
-            assert table.cache_info().currsize == 0
+            assert cached.cache_info().currsize == 0
             require_right(lab)
 
 

@@ -7,11 +7,9 @@ which call the same operations do so at every size. Nothing is computed, and no 
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,7 +26,8 @@ from graphrt.compile.guards import HOST, Axes
 from graphrt.compile.kept_graphs import NotKeptError, fake_tensor
 from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.splitter import digest_of
-from graphrt.errors import CompileError
+from graphrt.errors import SideEffectError
+from graphrt.externals.host_snapshot import HostSnapshot
 
 PLAIN = (*HOST, torch.layout, torch.memory_format)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -40,6 +39,9 @@ _LARGEST_CONSTANT = 1 << 26
 _OF_TORCH = ("aten", "prims")
 _OF_CONTENTS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _CACHE = type(lru_cache(len))
+_CODE = (type, ModuleType, FunctionType)
+_DEPTH_OF_CACHES = 4
+"""An entry is in a dict or a list in one, and a result may be a tuple."""
 
 Call = Callable[..., Any]
 
@@ -99,20 +101,30 @@ def calls_of(traced: TracedCall) -> Calls:
     run, args, kwargs = _started(traced, {})
     examples = traced.examples
     run.note(traced.function_of(lambda *_: traced.graph(*examples)), args, kwargs)
-    return run.calls()
+    calls = run.calls()
+    _, results, *_ = calls.told[-1]
+    if others := [one[0] for one in results if one[1:] == (None,) and one[0] is not type(None)]:
+        raise NotKeptError(f"a result of {others[0]}, whose contents nothing compares")
+    return calls
 
 
-def difference(before: Calls, traced: TracedCall, root: Call, files: Collection[str]) -> str:
-    """What ``root`` does otherwise than the graph in ``before``; "" if nothing is.
+def difference(before: Calls, traced: TracedCall, root: Call) -> str:
+    """What ``root`` does otherwise than the graph in ``before``; "" if nothing is. What it changes
+    on the host is put back, and functions with a cache (``lru_cache``) forget the run.
 
-    ``files``: of the traced code, whose functions forget this run (``lru_cache``). Errors:
-    ``CompileError`` if the model keeps a fake tensor elsewhere.
+    Errors: ``SideEffectError`` if something still has a fake tensor of the run.
     """
     run: _Run | None = None
     try:
+        host = HostSnapshot(root)
         run, args, kwargs = _started(traced, before.results)
-        with _caches_as_they_were(files):
+        try:
             run.note(root, args, kwargs)
+        finally:
+            args = kwargs = None
+            changed = host.undo()
+        if changed:
+            return f"it changes {changed[0]}"
         calls = run.calls()
         # A check that the graph does not make, or a branch that not every size takes.
         if more := [text for text in calls.assumed if text not in before.assumed]:
@@ -169,35 +181,20 @@ def _fakes(traced: TracedCall, run: _Run) -> tuple[Any, Any]:
     def fake(leaf: Any) -> Any:
         varying = traced.axes.get(id(leaf), {})
         known = run.fakes.get(id(leaf))
-        if known is not None or not varying:
-            return leaf if known is None else known
+        if known is not None:
+            return run.as_argument(known)
+        if not varying:
+            return leaf
         if not leaf.is_contiguous():
             raise NotKeptError("an argument with strides that the graph does not take")
         fresh, shape = traced.fresh, [*leaf.shape]
         for dim, axis in varying.items():
             shape[dim] = fresh.size_of(axis)
         with fresh.mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            return run.as_argument(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
 
     args, kwargs = pytree.tree_map(fake, (traced.args, traced.kwargs))
     return args, kwargs
-
-
-@contextmanager
-def _caches_as_they_were(files: Collection[str]) -> Iterator[None]:
-    """Functions of these files forget all if they were called meanwhile for the first time with
-    what they were given: they may remember fake tensors, or what only traces compute."""
-    modules = [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
-    scopes = [vars(one) for one in modules if vars(one).get("__file__") in files]
-    values = [value for scope in scopes for value in [*scope.values()]]
-    values += [inside for one in values if isinstance(one, type) for inside in vars(one).values()]
-    found = {id(one): (one, one.cache_info().misses) for one in values if type(one) is _CACHE}
-    try:
-        yield
-    finally:
-        for one, misses in found.values():
-            if one.cache_info().misses != misses:
-                one.cache_clear()
 
 
 class _Layout:
@@ -279,6 +276,7 @@ class _Run(TorchDispatchMode):
         """By id of the tensors that they stand for."""
         self._mode, self._fresh = fresh.mode, fresh
         self._words = _Words(fresh)
+        self._settings = torch_api.settings()
         self._told: list[Any] = []
         self._tensors: dict[int, _Tensor] = {}
         """By id."""
@@ -287,7 +285,8 @@ class _Run(TorchDispatchMode):
         """Of operations of torch: most of a model is layers that are alike, and to ask torch what
         one operation returns takes a third of a millisecond, the first time several."""
         self._results_before = results
-        self._numbers: dict[int, int] = {}
+        self._memories: dict[int, int] = {}
+        """Their numbers."""
         self._bases: dict[int, torch.Tensor] = {}
         """By real memory of inputs of the graph, a fake tensor of the memory that stands for it."""
         self._met: list[Any] = []
@@ -298,12 +297,33 @@ class _Run(TorchDispatchMode):
                 self._stands_for(example, value)
                 self._bases[_memory_of(value)] = example
 
+    def as_argument(self, fake: Any) -> torch.Tensor:
+        """The same tensor, for the model, which must not keep it."""
+        layout = fake.shape, fake.stride(), fake.storage_offset()
+        memory = fake.untyped_storage()
+        argument = fake_tensor(self._mode, memory, fake.dtype, fake.fake_device, layout)
+        self._made.append(("the call, as an argument", ref(argument)))
+        return argument
+
     def note(self, call: Call, args: Any, kwargs: Any) -> None:
         """Run ``call``; note its operations, and what it returns."""
-        with torch_api.as_if_traced(), self._mode, self:
-            results = call(*args, **kwargs)
+        random = torch.get_rng_state()
+        with torch_api.as_if_traced():
+            with self._mode, self:
+                results = call(*args, **kwargs)
+            self._require_settings()
+        # Fake tensors draw none, and who seeds a GPU's generator seeds this one too.
+        if not torch.equal(random, torch.get_rng_state()):
+            torch.set_rng_state(random)
+            raise NotKeptError("a seed that it sets")
         leaves, structure = pytree.tree_flatten(results)
         self._told.append(("results", [*map(self._of, leaves)], [], str(structure)))
+
+    def _require_settings(self) -> None:
+        """Errors: ``NotKeptError`` where one is not as it was before the run: neither what
+        operations return nor graphs say so."""
+        if torch_api.settings() != self._settings:
+            raise NotKeptError("a setting of torch that it changes")
 
     def calls(self) -> Calls:
         """What was noted."""
@@ -328,22 +348,36 @@ class _Run(TorchDispatchMode):
         return Calls(told, assumed, results)
 
     def refuse_left_overs(self) -> None:
-        """Errors: ``CompileError`` if something still has a tensor that the run made."""
+        """Errors: ``SideEffectError`` if something still has a tensor that the run made."""
         self._met.clear()
         self._tensors.clear()
-        if any(tensor() is not None for _, tensor in self._made):
-            gc.collect()
+        for forget in (gc.collect, self._forget_in_caches):
+            if any(tensor() is not None for _, tensor in self._made):
+                forget()
         for operation, tensor in self._made:
             if tensor() is not None:
-                raise CompileError(
+                raise SideEffectError(
                     "a kept trace",
                     expected="a model that keeps no tensor of the run that is compared with it",
                     found=f"a fake result of {operation} that is still there after it",
                     do="set compile_cache to False for this model",
                 )
 
+    def _forget_in_caches(self) -> None:
+        """Empty the functions' caches that hold tensors of the run, wherever these functions are:
+        other decorators hide some."""
+        left = {id(tensor()) for _, tensor in self._made} - {id(None)}
+        for cache in [one for one in gc.get_objects() if type(one) is _CACHE]:
+            found: list[Any] = [cache]
+            for _ in range(_DEPTH_OF_CACHES):
+                found = [one for one in gc.get_referents(*found) if type(one) not in _CODE]
+                if not left.isdisjoint(map(id, found)):
+                    cache.cache_clear()
+                    break
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
+        self._require_settings()
         if name == "prim::device":  # A question.
             return func(*args, **kwargs)
         if name.startswith("profiler::"):  # Dynamo leaves them out.
@@ -460,7 +494,8 @@ class _Run(TorchDispatchMode):
     def _of(self, leaf: Any) -> Any:
         """What is known of it in this run: of a tensor, a ``_Tensor``."""
         known = self._tensors.get(id(leaf))
-        if known is not None:
+        # Its memory is another one after ``tensor.data = other``, which is no operation.
+        if known is not None and self._memories.get(_memory_of(leaf)) == known.memory:
             return known
         if not isinstance(leaf, torch.Tensor):
             return self._words.of(leaf)
@@ -474,7 +509,7 @@ class _Run(TorchDispatchMode):
 
     def _meet(self, tensor: torch.Tensor, layout: _Layout) -> _Tensor:
         storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
+        number = self._memories.setdefault(storage._cdata, len(self._memories))
         self._met += tensor, storage
         met = self._tensors[id(tensor)] = _Tensor(number, layout)
         return met

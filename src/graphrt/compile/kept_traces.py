@@ -159,8 +159,7 @@ def difference(
     """What ``root``, run uncompiled with fake tensors, calls otherwise than the kept ``graph``; ""
     if nothing is. ``given``: arguments, of which ``axes`` vary."""
     traced = TracedCall(graph, fresh, partial(function_of, kept, root), *given, axes)
-    files = {file for file, _, _ in kept.codes}
-    return fake_runs.difference(kept.calls, traced, root, files)
+    return fake_runs.difference(kept.calls, traced, root)
 
 
 def _arguments(contract: Contract) -> dict[str, str]:

@@ -282,11 +282,31 @@ def may_compile() -> bool:
     return eval_frame._stance.stance == "default" and not dynamo_config.disable
 
 
+def _device_context() -> Any:
+    # To ask ``get_default_device`` may make a tensor.
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+_SETTINGS: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_device_context, lambda before: torch.set_default_device(before and before.device)),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+)
+
+
+def settings() -> tuple[Any, ...]:
+    """What code may set of torch for all that follows, but for gradients and autocast."""
+    return tuple(get() for get, _ in _SETTINGS)
+
+
 @contextmanager
 def as_if_traced() -> Iterator[None]:
     """While entered, models on this thread take the branch that they take where they are traced,
     and what of them is compiled by torch runs as it is. Not while another thread traces. An
-    autocast, or a mode of gradients, that they leave on is switched off."""
+    autocast, a mode of gradients, and ``settings`` that they leave are put back."""
     thread, is_compiling = threading.get_ident(), torch.compiler.is_compiling
 
     def is_compiling_here() -> bool:
@@ -296,7 +316,7 @@ def as_if_traced() -> Iterator[None]:
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
     ]
-    records = torch.is_grad_enabled()
+    records, set_before = torch.is_grad_enabled(), settings()
     try:
         with (
             _tracing,
@@ -306,6 +326,9 @@ def as_if_traced() -> Iterator[None]:
             yield
     finally:
         torch._C._set_grad_enabled(records)
+        for (_, put), before, now in zip(_SETTINGS, set_before, settings(), strict=True):
+            if before != now:
+                put(before)
         for kind, dtype, is_on in casts:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, is_on)

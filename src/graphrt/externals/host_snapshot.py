@@ -973,6 +973,18 @@ class HostSnapshot:
         for held in self._touched():
             held.write(held.last)
 
+    def undo(self) -> tuple[str, ...]:
+        """As ``put_back``; ``functools`` caches that were asked for something new meanwhile are
+        emptied. Returns the names of what was otherwise."""
+        names: list[str] = []
+        for held in self._touched():
+            names += map(held.name_of, held.change(held.last, held.read()).keys)
+            held.write(held.last)
+        for *_, cache, misses in self._caches:
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
+        return tuple(names)
+
     def _refuse_memo_that_stays(self, changes: Sequence[_Change]) -> None:
         """Errors: ``VerificationError`` for a context variable without a default that the first run
         alone has set: nothing can unset it, and eager code would read what the graph reads."""
