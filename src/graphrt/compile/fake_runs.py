@@ -279,7 +279,7 @@ class _Run(TorchDispatchMode):
         self._settings = torch_api.settings()
         self._told: list[Any] = []
         self._tensors: dict[int, _Tensor] = {}
-        """By id."""
+        """By id, of fake ones."""
         self._layouts: dict[Any, _Layout] = {}
         self._results: dict[Any, tuple[Any, Sequence[_Result]]] = {}
         """Of operations of torch: most of a model is layers that are alike, and to ask torch what
@@ -299,9 +299,7 @@ class _Run(TorchDispatchMode):
 
     def as_argument(self, fake: Any) -> torch.Tensor:
         """The same tensor, for the model, which must not keep it."""
-        layout = fake.shape, fake.stride(), fake.storage_offset()
-        memory = fake.untyped_storage()
-        argument = fake_tensor(self._mode, memory, fake.dtype, fake.fake_device, layout)
+        argument = self._like(fake, fake.untyped_storage())
         self._made.append(("the call, as an argument", ref(argument)))
         return argument
 
@@ -389,9 +387,10 @@ class _Run(TorchDispatchMode):
         places: dict[int, int] = {}
         key: Any = [func.name(), form]
         for at, one in enumerate(told):
-            is_tensor = isinstance(one, _Tensor)
-            place = places.setdefault(one.memory, at) if is_tensor else None
-            key.append(one if place is None else _Tensor(place, one.layout))
+            if isinstance(one, _Tensor):
+                key.append(_Tensor(places.setdefault(one.memory, at), one.layout))
+            else:
+                key.append(one)
         key = (*key,)
         known = self._results.get(key) or self._known_before(key)
         if known is not None:
@@ -410,8 +409,8 @@ class _Run(TorchDispatchMode):
         of_results = [self._of(leaf) for leaf in made]
         are_old = (isinstance(one, _Tensor) and one.memory in places for one in of_results)
         is_view = bool(made) and all(are_old)
-        is_plain = is_view and not func._schema.is_mutable and func.namespace in _OF_TORCH
-        if name not in _LEFT_OUT and not is_plain:
+        only_views = is_view and not func._schema.is_mutable and func.namespace in _OF_TORCH
+        if name not in _LEFT_OUT and not only_views:
             self._told.append((str(func), told, of_results, form))
         return results
 
@@ -476,15 +475,17 @@ class _Run(TorchDispatchMode):
         if id(leaf) not in self.fakes:
             base = self._bases.get(_memory_of(leaf))
             if base is not None:
-                layout = leaf.shape, leaf.stride(), leaf.storage_offset()
-                memory = base.untyped_storage()
-                fake = fake_tensor(self._mode, memory, leaf.dtype, leaf.device, layout)
+                fake = self._like(leaf, base.untyped_storage())
             else:
                 # Neither given nor made: a constant, as torch.tensor(2.0) makes.
                 self._told.append(("a constant", [_contents(leaf)], [], None))
                 fake = self._mode.from_tensor(leaf, static_shapes=True)
             self._stands_for(fake, leaf)
         return self.fakes[id(leaf)]
+
+    def _like(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return fake_tensor(self._mode, memory, tensor.dtype, _device_of(tensor), layout)
 
     def _stands_for(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         self.fakes[id(tensor)] = fake
@@ -504,8 +505,7 @@ class _Run(TorchDispatchMode):
             return (type(fake),)
         if fake is leaf:
             return self._meet(leaf, self._layout(self._words.of(leaf)))
-        known = self._tensors[id(leaf)] = self._of(fake)
-        return known
+        return self._of(fake)
 
     def _meet(self, tensor: torch.Tensor, layout: _Layout) -> _Tensor:
         storage = tensor.untyped_storage()

@@ -132,7 +132,7 @@ def attribute_asked(guard: GuardParts) -> tuple[str, str] | None:
     source, made = guard.made_of
     if isinstance(made, partial):
         return guard.name, made.keywords["attr"]
-    # Until torch 2.11 such a guard is about the attribute, which may not be there.
+    # In torch 2.11 such a guard is about the attribute, which may not be there.
     source = source.base if isinstance(source, NNModuleSource) else source
     return (source.base.name, source.member) if isinstance(source, AttrSource) else None
 
