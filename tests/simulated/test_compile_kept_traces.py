@@ -102,6 +102,10 @@ class Model(torch.nn.Module):
         x = x * (-0.0 if switch == "zero" else 0.0) + x
         if switch == "hold":
             self.held = x * 2
+        if switch == "data":
+            same = x * 1
+            same.data = x * 2
+            x = same
         if switch == "hold argument":
             self.held = x
         if switch == "step":
@@ -306,7 +310,7 @@ def test_check_of_a_size_that_the_trace_does_not_make_is_found(kept, monkeypatch
         assert "it takes for granted that" in compiled(lab)[1]
 
 
-@pytest.mark.parametrize("switch", ["hold", "hold argument", "step", "hook"])
+@pytest.mark.parametrize("switch", ["hold", "hold argument", "step", "hook", "data"])
 def test_side_effect_is_put_back_and_refused_as_without_a_kept_trace(kept, monkeypatch, switch):
     monkeypatch.setenv(SWITCH, switch)
     model = Model()
