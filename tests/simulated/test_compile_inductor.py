@@ -101,13 +101,18 @@ def test_compiled_pieces_replay_what_eager_computes(folder):
                 torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
 
 
+def forget_in_memory():
+    """What Inductor knows in this process, as if it were another one."""
+    for known in (codecache.PyCodeCache, codecache.CppPythonBindingsCodeCache):
+        known.cache_clear()
+    codecache._precompile_header.cache_clear()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
 def test_second_start_compiles_nothing(folder, monkeypatch):
     with lab_of(folder, "NONE", compile_sizes=[4]):
         pass  # There is an entry, also where this test runs alone.
-    for known in (codecache.PyCodeCache, codecache.CppPythonBindingsCodeCache):
-        known.cache_clear()  # As in another process.
-    codecache._precompile_header.cache_clear()
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    forget_in_memory()
     ran, kept = [], folder.glob("v*/objects/*/*")
     written = {path: path.stat().st_mtime_ns for path in kept}
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: ran.append(1))
@@ -121,6 +126,17 @@ def test_second_start_compiles_nothing(folder, monkeypatch):
     assert written == {path: path.stat().st_mtime_ns for path in folder.glob("v*/objects/*/*")}
     asked = cpu_vec_isa.valid_vec_isa_list.cache_info()
     assert asked.misses == 0, "a process for each instruction set of the CPU"
+
+
+def test_second_cache_of_a_process_serves_another_process(folder, tmp_path, monkeypatch):
+    """Inductor knows the libraries of the first one, which lie in another folder."""
+    for one in (folder, tmp_path):
+        with lab_of(one, "NONE"):
+            pass
+    forget_in_memory()
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: None)
+    with lab_of(tmp_path, "NONE") as lab:
+        assert set(missed(lab)) == {None}
 
 
 def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch):

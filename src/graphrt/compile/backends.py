@@ -193,7 +193,7 @@ class Inductor:
                     raise
                 # Inductor trusts what is in its folder, and another process may have moved that: is
                 # it the folder, or the piece?
-                torch_api.forget_failures()
+                torch_api.forget_libraries()
                 with cache.other_inductor_folder() as folder:
                     form = self._loaded_or_compiled(job, cache, key, folder)
                 form = form._replace(missed=CacheMiss.CORRUPT)

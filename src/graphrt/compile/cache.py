@@ -28,7 +28,8 @@ _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"
 _LEFT_BY_CRASHES = (f"{_UNFINISHED}*", "inductor-*", "objects/*/tmp*")
-"""Folders that a process removes itself unless it is killed; the last where they were before."""
+"""Folders that a process removes itself, unless it is killed or a compiler that it started still
+writes there; the last where they were before."""
 _LONGEST_USE_S = 24 * 3600
 """Of such a folder, by a process that lives."""
 

@@ -422,6 +422,8 @@ def compile_by_inductor(
     if is_tuned:
         # Kernels that were pickled do not know that they were tuned, and would be at each start.
         patches["use_static_cuda_launcher"] = False
+    # The files of what is kept must lie in the folder that it is kept in.
+    forget_libraries()
     with _timed_behind_a_long_flush() if is_tuned else nullcontext():
         artifact = torch._inductor.standalone_compile(
             module,
@@ -552,7 +554,6 @@ def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
     if lost := [path for path in damaged if path.exists()]:
         for path in lost:
             path.unlink()
-        forget_failures()
         raise DamagedError(lost)
     _forget_untuned()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
@@ -568,8 +569,9 @@ def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
         return CompiledArtifact.load(path=str(path), format="binary")
 
 
-def forget_failures() -> None:
-    """Let Inductor compile libraries anew: it keeps in memory also that one could not be made."""
+def forget_libraries() -> None:
+    """Let Inductor look for C++ libraries in its folder. It finds in memory, by their code, also
+    those that this process made in another folder, and those that could not be made."""
     for known in (codecache.CppCodeCache, codecache.CppPythonBindingsCodeCache):
         known.cache_clear()
 
