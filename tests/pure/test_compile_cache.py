@@ -351,8 +351,9 @@ def test_cache_command_refuses_a_named_folder_that_is_none(tmp_path, capsys):
 
 def test_cache_command_refuses_a_file_in_place_of_the_folder(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path / "file"))
-    code, out = run(capsys, "size", "--json")
-    assert (code, "GRAPHRT_CACHE_DIR" in out) == (2, True)
+    for name in ("file", "file/below"):
+        monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path / name))
+        code, out = run(capsys, "size", "--json")
+        assert (code, "GRAPHRT_CACHE_DIR" in out) == (2, True)
     monkeypatch.setenv("GRAPHRT_CACHE_DIR", str(tmp_path / "nothing yet"))
     assert run(capsys, "size", "--json")[0] == 0

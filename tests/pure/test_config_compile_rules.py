@@ -164,6 +164,11 @@ def test_option_that_nothing_reads_is_set_back_aloud(
         resolved(strict=True, level=level, cudagraph_mode="FULL_DECODE_ONLY", **asked)
 
 
+def test_folder_of_a_cache_that_is_switched_off_is_set_back_aloud() -> None:
+    asked = {"level": 3, "backend": "inductor", "compile_cache": False, "cache_dir": "here"}
+    assert ("cache_dir", Path("here"), None) in changes(**asked)
+
+
 def test_option_that_the_level_reads_stays() -> None:
     assert changes(level=2, guard_policy="keep", cudagraph_mode="FULL", backend="inductor") == []
     assert plan(level=2, dynamic_shapes="backed").dynamic_shapes == "backed"

@@ -309,6 +309,8 @@ def test_padding_of_the_engine_is_replaced_in_the_next_step():
         ("inductor_passes", {"mine": "package.mine"}),
         ("pass_config", {"enable_fusion": True}),
         ("pass_config", {"enable_attn_fusion": True}),
+        ("pass_config", {"fi_allreduce_fusion_max_token_num": 8}),
+        ("pass_config", {"self_check": False}),
     ],
 )
 def test_compilation_that_a_runtime_lacks_is_refused(field, value):

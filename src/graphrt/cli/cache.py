@@ -10,6 +10,8 @@ from graphrt.compile import CacheEntry, CompileCache
 from graphrt.config.environment import read_environment
 from graphrt.errors import ConfigError, shown
 
+_NOTHING = "nothing there"
+
 
 def run_cache(
     action: str, folder: str | None, older_than: float | None, max_bytes: float | None
@@ -22,13 +24,15 @@ def run_cache(
     is_told = folder is not None
     place = folder if is_told else read_environment().cache_dir
     # Not ``is_dir``, which raises for a name that is too long.
-    if place is not None and not os.path.isdir(place) and (is_told or os.path.exists(place)):
-        raise ConfigError(
-            f"graphrt cache: {shown(str(place))}",
-            expected="a folder that exists",
-            found="a file" if os.path.exists(place) else "nothing there",
-            do="check the path" if is_told else "check GRAPHRT_CACHE_DIR",
-        )
+    if place is not None and not os.path.isdir(place):
+        why = _why_no_folder(place)
+        if is_told or why != _NOTHING:
+            raise ConfigError(
+                f"graphrt cache: {shown(str(place))}",
+                expected="a folder that exists",
+                found=why,
+                do="check the path" if is_told else "check GRAPHRT_CACHE_DIR",
+            )
     if place is None:
         raise ConfigError(
             "graphrt cache",
@@ -66,6 +70,16 @@ def run_cache(
     if action == "list":
         found["entries"] = [_entry(entry) for entry in entries]
     return found
+
+
+def _why_no_folder(place: str | Path) -> str:
+    try:
+        os.stat(place)
+    except FileNotFoundError:
+        return _NOTHING
+    except OSError as error:
+        return error.strerror or str(error)
+    return "a file"
 
 
 def _entry(entry: CacheEntry) -> dict[str, Any]:

@@ -147,6 +147,8 @@ def _backend(changes: Changes, level: CompilationLevel, facts: Facts) -> str:
             changes.set("inductor_compile_config", {}, reason)
         if options.cache_dir is not None:
             changes.set("cache_dir", None, f"{reason}, and keeps nothing")
+    elif options.cache_dir is not None and not options.compile_cache:
+        changes.set("cache_dir", None, "compile_cache=False keeps nothing")
     return backend
 
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from graphrt.config.compilation import enabled_passes
+from graphrt.config.compilation import PassConfig
 from graphrt.config.plan import CompilePlan
 from graphrt.errors import ConfigProblem
 
@@ -16,8 +17,10 @@ def unbuilt(plan: CompilePlan) -> Iterator[ConfigProblem]:
     """What of ``plan`` a runtime cannot do yet."""
     if plan.inductor_passes:
         yield _problem("inductor_passes", plan.inductor_passes, "none")
-    for name in enabled_passes(plan.pass_config):
-        yield _problem(name, True, "False")
+    for item in fields(PassConfig):
+        found = getattr(plan.pass_config, item.name)
+        if found != item.default and item.name != "enable_noop":
+            yield _problem(f"pass_config.{item.name}", found, str(item.default))
 
 
 def _problem(name: str, found: object, accepted: str) -> ConfigProblem:
