@@ -108,6 +108,20 @@ def test_branch_that_some_size_does_not_take_is_refused(model, marking):
     assert "does not hold for" in caught.value.found
 
 
+class Chunks(Branches):
+    def forward(self, *, x, ids, lens):
+        first, second = x.chunk(2)  # the line
+        return {"rows": torch.sigmoid(torch.cat([first, second])) + ids[:, None], "lens": lens * 2}
+
+
+@pytest.mark.parametrize("marking", ["auto", "backed", "unbacked"])
+def test_number_of_parts_that_depends_on_a_size_names_its_line(marking):
+    with pytest.raises(
+        ShapeGuardError, match=r"test_compile_shapes\.py:\d+ in forward: .*the line"
+    ):
+        lab_of(Chunks(), dynamic_shapes=marking)
+
+
 @pytest.mark.parametrize(
     "chosen", [lambda x: x.long().view(-1).tolist()[0], lambda x: [1, 2][x.sum().long().item()]]
 )

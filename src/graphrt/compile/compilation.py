@@ -251,6 +251,11 @@ class Compilation:
         if self._is_backed and self._symbols is not None:
             ranges.refuse_shape_guards(self._symbols.mode, self._symbols.axes, None)
 
+    def branch(self) -> str:
+        """The line of a branch of the trace on a size; "" if it has none."""
+        known = self._symbols
+        return "" if known is None else ranges.branch_of(known.mode, known.axes)
+
     def _symbols_of(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Symbols:
         """Which symbol stands for which axis, by the tensors whose dimensions were marked."""
         axes: dict[Any, Axis] = {}

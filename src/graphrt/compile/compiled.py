@@ -348,7 +348,7 @@ class Compiled:
             )
         except OF_TRACING as error:
             found.refuse_shape_guards()  # It names the line.
-            raise translated(error) from error
+            raise translated(error, found.branch()) from error
         finally:
             compilers.clear()
             effects.put_back(found.held)

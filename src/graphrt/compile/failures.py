@@ -43,8 +43,9 @@ _UNBACKED = re.compile(r"\bz?uf?\d+\b")
 _PUT_ASIDE = "put it into an operator, which level 3 can cut out (splitting_ops)"
 
 
-def translated(error: Exception) -> GraphrtError:
-    """The error to raise in place of Dynamo's."""
+def translated(error: Exception, branch: str = "") -> GraphrtError:
+    """The error to raise in place of Dynamo's. ``branch``: the line of a branch on a size, for an
+    error that tells none."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, GraphrtError):
         return inner
@@ -85,7 +86,8 @@ def translated(error: Exception) -> GraphrtError:
         # Of a size that became a number, where that was is told as text, once for each dimension.
         why, _, stack = (rest.strip() or first).partition("\n\nUser stack:")
         line = source or _source_in(stack.partition("\n\n")[0])
-        return shape_guard(f" at {line.with_text}" if line else "", why, str(line))
+        where = line.with_text if line else branch
+        return shape_guard(f" at {where}" if where else "", why, str(line) or branch)
     if isinstance(error, exc.Unsupported | exc.UserError):
         return GraphBreakError(
             f"graph break{at}",

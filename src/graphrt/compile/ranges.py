@@ -244,12 +244,24 @@ def refuse_shape_guards(mode: Any, axes: Mapping[Any, Axis], sizes: Range | None
             given = {symbol: sympy.Integer(n) for (symbol, _), n in zip(known, values, strict=True)}
             if guard.expr.xreplace(given) is not sympy.false:
                 continue
-            where = str(guard.sloc.maybe_user_loc or guard.sloc.framework_loc)
+            where = _line_of(guard)
             named = {symbol: sympy.Symbol(axis.name) for symbol, axis in known}
             told = zip([axis.name for _, axis in known], values, strict=True)
             sizes_told = ", ".join(f"{n} {name}" for name, n in told)
             found = f"{guard.expr.xreplace(named)}, which does not hold for {sizes_told}"
             raise shape_guard(f" at {where}", found, where)
+
+
+def branch_of(mode: Any, axes: Mapping[Any, Axis]) -> str:
+    """The line of the first branch in ``mode`` on more than whether an axis is above a number."""
+    for guard in mode.shape_env.guards:
+        if {*axes} & guard.expr.free_symbols and not any(one.is_Symbol for one in guard.expr.args):
+            return _line_of(guard)
+    return ""
+
+
+def _line_of(guard: Any) -> str:
+    return str(guard.sloc.maybe_user_loc or guard.sloc.framework_loc)
 
 
 def _tried(axis: Axis, sizes: Range | None) -> list[int]:
