@@ -1354,6 +1354,13 @@ MUTANTS = [
         "simulated/test_compile_inductor.py",
     ),
     Mutant(
+        "library that lies in another cache's folder is used for this one's code",
+        "graphrt/compile/torch_api.py",
+        "    forget_libraries()\n    with _timed",
+        "    with _timed",
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
         "attribute that comes to hide a class's is not seen",
         "graphrt/compile/guards.py",
         "if (found := _owners(self._now(code), self.names)) != owners:",
