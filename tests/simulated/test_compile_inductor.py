@@ -101,6 +101,30 @@ def test_compiled_pieces_replay_what_eager_computes(folder):
                 torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
 
 
+class Heads(torch.nn.Module):
+    """A batched product, which Inductor does not compile for rows whose number it does not know."""
+
+    def forward(self, *, x, ids, lens):
+        heads = torch.tanh(x).view(-1, 2, WIDTH // 2).transpose(0, 1)
+        rows = torch.bmm(heads * 2, heads.transpose(1, 2) * 3).sum(0)
+        return {"rows": rows @ x + ids[:, None], "lens": lens * 2}
+
+
+def test_batched_product_over_an_axis_is_compiled_and_kept(tmp_path):
+    options = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.tanh"]}
+    options["cache_dir"] = tmp_path
+    for is_kept in (False, True):
+        with RuntimeLab(
+            "FULL", model=Heads(), asked={"compilation": options}, reads_padding="a product"
+        ) as lab:
+            report = lab.runtime.report().compile
+            assert report.is_trace_kept is is_kept
+            for sizes in ((1, 1), (5, 2), (8, 4)):
+                outputs = lab.step(*sizes, uniform=sizes[0] == sizes[1])
+                expected = Heads()(**values(*sizes))
+                torch.testing.assert_close(outputs["rows"], expected["rows"])
+
+
 def forget_in_memory():
     """What Inductor knows in this process, as if it were another one."""
     for known in (codecache.PyCodeCache, codecache.CppPythonBindingsCodeCache):

@@ -108,6 +108,33 @@ def test_branch_that_some_size_does_not_take_is_refused(model, marking):
     assert "does not hold for" in caught.value.found
 
 
+class Plain(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        return {"rows": torch.sigmoid(x) + ids[:, None], "lens": lens * 2}
+
+
+def backend_that_asks_a_size(graph, inputs):
+    tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+    return graph if any(one.shape[0] == 1 for one in tensors) else graph.forward
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_backend_that_has_to_know_sizes_gets_backed_ones(level):
+    ops = ["torch.sigmoid"] if level == 3 else None
+    options = {"level": level, "splitting_ops": ops}
+    backend = f"{__name__}.backend_that_asks_a_size"
+    with lab_of(Plain(), backend=backend, **options) as lab:
+        report = lab.runtime.report().compile
+        assert "backed instead of unbacked, because of a branch on a size" in report.notes[0]
+        for sizes in ((1, 1), (2, 2), (5, 2)):
+            outputs = lab.step(*sizes, uniform=sizes[0] == sizes[1])
+            assert_equal(outputs, Plain()(**values(*sizes)))
+    with pytest.raises(ShapeGuardError) as caught:
+        lab_of(Plain(), backend=backend, dynamic_shapes="unbacked", **options)
+    assert caught.value.found == "code that asks Eq(u0, 1), where u0, u1 ... vary"
+    assert "dynamic_shapes='auto'" in caught.value.do
+
+
 class Chunks(Branches):
     def forward(self, *, x, ids, lens):
         first, second = x.chunk(2)  # the line

@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config
 
 from graphrt.compile import torch_api
 from graphrt.compile.cache import CompileCache, key_of
+from graphrt.compile.failures import asked_of_unbacked
 from graphrt.compile.guards import environment
 from graphrt.compile.partition import partitioned, refuse_own_cuts
 from graphrt.compile.ranges import Range
@@ -30,7 +31,7 @@ from graphrt.compile.splitter import callable_at
 from graphrt.config import CompilePlan
 from graphrt.config.compilation import thawed
 from graphrt.config.environment import environment_variable
-from graphrt.errors import BackendError, ConfigError, GraphrtError, shown
+from graphrt.errors import BackendError, ConfigError, GraphrtError, ShapeGuardError, shown
 from graphrt.events import CacheMiss
 from graphrt.externals.environment import FLAGS
 from graphrt.values import tensors_of
@@ -121,7 +122,8 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
     """Turns what a backend raises into a ``BackendError``; our own errors stay.
 
     What Inductor raises about a folder that it cannot write to, or that is full: a ``ConfigError``
-    that names what says where that is. ``root``: of the cache.
+    that names what says where that is; where it has to know a size that is unbacked: a
+    ``ShapeGuardError``. ``root``: of the cache.
     """
     try:
         yield
@@ -142,6 +144,13 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
                 expected="a folder that this process may write to: Inductor keeps kernels there",
                 found=full[0] if full else told,
                 do="make it writable and make room, or name another one",
+            ) from error
+        if asked := asked_of_unbacked(error):
+            raise ShapeGuardError(
+                f"branch on a size, {backend} compiling {piece}",
+                expected="operations that compile for sizes that vary",
+                found=asked,
+                do="use dynamic_shapes='auto' or 'backed', or cut it out (splitting_ops, level 3)",
             ) from error
         lines = str(error).strip().splitlines() or [""]
         needs_compiler = "C++ compiler" in str(error)

@@ -105,6 +105,17 @@ def translated(error: Exception, branch: str = "") -> GraphrtError:
     )
 
 
+def asked_of_unbacked(error: Exception) -> str:
+    """What a compiler that failed asked of a size that it does not know, and for which operation;
+    "" if it failed otherwise. Inductor tells it as text."""
+    text = str(error)
+    asked = re.search(r"data-dependent expression (.+?) \(unhinted", text)
+    target = re.search(r"^ *target: (\S+)", text, re.MULTILINE)
+    if asked is None:
+        return ""
+    return f"{target[1] if target else 'code'} that asks {asked[1]}, where u0, u1 ... vary"
+
+
 def _cause(error: Exception) -> str:
     """The first line; of a run on fake tensors, what that raised."""
     first, _, rest = str(error).strip().partition("\n")
