@@ -368,6 +368,32 @@ def test_result_whose_contents_nothing_compares_is_not_kept(tmp_path):
             require_right(lab)
 
 
+class Composed(torch.nn.Module):
+    """Modules that torch computes otherwise where weights may get gradients, or sizes vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.keys = torch.nn.Parameter(torch.randn(3, WIDTH, generator=generator))
+        self.cell = torch.nn.GRUCell(WIDTH, WIDTH)
+        self.bag = torch.nn.EmbeddingBag(64, WIDTH, mode="sum")
+        for parameter in (*self.cell.parameters(), *self.bag.parameters()):
+            torch.nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, *, x, ids, lens):
+        keys = self.keys.expand(x.shape[0], -1, -1)
+        x = x + torch.bmm(x[:, None], keys.transpose(1, 2)).sum(2)
+        x = torch.sigmoid(self.cell(x, self.bag(ids[:, None].long() % 64)))
+        return {"rows": x + ids[:, None], "lens": lens * 2}
+
+
+def test_trace_of_modules_that_torch_composes_is_kept(tmp_path):
+    for is_kept in (False, True):
+        with lab_of(tmp_path, Composed()) as lab:
+            assert compiled(lab) == (is_kept, "")
+            require_right(lab)
+
+
 class Doubled(torch.nn.Module):
     def forward(self, *, x, ids, lens):
         rows = torch.sigmoid(x) + torch.ops.kept_traces.double(torch.tanh(x)) + ids[:, None]

@@ -294,6 +294,8 @@ class _Run(TorchDispatchMode):
         self._made: list[tuple[Any, ref[torch.Tensor]]] = []
         for example, value in zip(examples, inputs, strict=True):
             if isinstance(example, torch.Tensor):
+                # Compositions of torch are others where a weight may get gradients.
+                example.requires_grad_(value.requires_grad)
                 self._stands_for(example, value)
                 self._bases[_memory_of(value)] = example
 
@@ -307,7 +309,7 @@ class _Run(TorchDispatchMode):
         """Run ``call``; note its operations, and what it returns."""
         random = torch.get_rng_state()
         with torch_api.as_if_traced():
-            with self._mode, self:
+            with self._mode, self, enable_python_dispatcher():
                 results = call(*args, **kwargs)
             self._require_settings()
         # Fake tensors draw none, and who seeds a GPU's generator seeds this one too.
@@ -434,8 +436,7 @@ class _Run(TorchDispatchMode):
         # What makes fake tensors of constants has to see these.
         if func not in self._mode.lift_fns:
             args, kwargs = pytree.tree_map(self._faked, (args, kwargs))
-        with enable_python_dispatcher():
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _is_repeatable(self, func: Any, results: Any, leaves: Sequence[Any], told: Any) -> bool:
         """Whether a call with what is alike is known to return, and do, what is alike."""
@@ -485,7 +486,8 @@ class _Run(TorchDispatchMode):
 
     def _like(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return fake_tensor(self._mode, memory, tensor.dtype, _device_of(tensor), layout)
+        fake = fake_tensor(self._mode, memory, tensor.dtype, _device_of(tensor), layout)
+        return fake.requires_grad_(tensor.requires_grad)
 
     def _stands_for(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         self.fakes[id(tensor)] = fake
