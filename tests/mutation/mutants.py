@@ -1349,15 +1349,22 @@ MUTANTS = [
     Mutant(
         "library that was cut is loaded",
         "graphrt/compile/torch_api.py",
-        "if _sum_of(folder / name) != told]",
-        "if False]",
+        "if path.read_bytes() == data:",
+        "if path.exists():",
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
+        "two threads load kept code at once",
+        "graphrt/compile/backends.py",
+        "with compile_lock, compiling(",
+        "with compiling(",
         "simulated/test_compile_inductor.py",
     ),
     Mutant(
         "library that lies in another cache's folder is used for this one's code",
         "graphrt/compile/torch_api.py",
-        "    forget_libraries()\n    with _timed",
-        "    with _timed",
+        "    forget_libraries()\n    noted",
+        "    noted",
         "simulated/test_compile_inductor.py",
     ),
     Mutant(

@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import codecache, config as inductor_config, cpp_builder, cpu_vec_isa
 
 from graphrt.compile import Compiled, torch_api
@@ -181,7 +183,7 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 5', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 6', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -210,22 +212,62 @@ def test_entry_that_holds_something_else_is_compiled_again(filled, payload):
 
 
 @pytest.mark.parametrize("suffixes", [("", ".py"), (".so",), ("", ".py", ".so")])
-def test_cut_file_of_inductor_is_made_anew_with_a_reason(folder, tmp_path, suffixes):
+@pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], None])
+def test_file_of_inductor_that_is_cut_or_gone_is_written_again(
+    folder, tmp_path, suffixes, spoil, monkeypatch
+):
     """Inductor itself trusts what is in its folder: to load half a library ends the process."""
     with lab_of(folder, "NONE"):
         pass  # There is something to spoil, also where this test runs alone.
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("v*/inductor/**/*"):
         if path.is_file() and path.suffix in suffixes:
-            data = path.read_bytes()
-            path.write_bytes(data[: len(data) // 2])
-    with lab_of(tmp_path, "NONE") as lab:
-        lab.step(3, 2)
-        assert missed(lab)[0] is CacheMiss.CORRUPT
-        assert lab.runtime.report().compile.misses[CacheMiss.CORRUPT] >= 1
-    with lab_of(tmp_path, "NONE") as lab:
-        assert set(missed(lab)) == {None}
+            if spoil is None:
+                path.unlink()
+            else:
+                path.write_bytes(spoil(path.read_bytes()))
+    forget_in_memory()
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: None)
+    for _ in range(2):
+        with lab_of(tmp_path, "NONE") as lab:
+            lab.step(3, 2)
+            assert set(missed(lab)) == {None}
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
+
+
+def test_folder_that_inductor_cannot_use_starts_without_a_compiler(folder, tmp_path, monkeypatch):
+    with lab_of(folder, "NONE"):
+        pass
+    spaced = tmp_path / "a folder"
+    shutil.copytree(folder, spaced)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", lambda *command, **options: None)
+    forget_in_memory()
+    with lab_of(spaced, "NONE") as lab:
+        lab.step(3, 2)
+        assert set(missed(lab)) == {None}
+    assert list((tmp_path / "new").glob("*/*.so"))
+
+
+def test_one_thread_at_a_time_compiles_or_loads(folder, monkeypatch):
+    """Inductor's folder, and what a load replaces of torch, are the process's."""
+    taken, load = [], torch_api.from_bytes
+
+    def take():
+        taken.append(compile_lock.acquire(blocking=False))
+
+    def loads(payload):
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        return load(payload)
+
+    with lab_of(folder, "NONE"):
+        pass
+    monkeypatch.setattr(torch_api, "from_bytes", loads)
+    with lab_of(folder, "NONE") as lab:
+        assert lab.runtime.report().compile.is_trace_kept
+        assert taken == [False] * len(missed(lab))
 
 
 def test_piece_that_does_not_compile_leaves_inductors_files(folder, tmp_path, monkeypatch):
@@ -331,7 +373,7 @@ def test_start_with_kept_code_imports_nothing_that_makes_code(folder):
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v5" / "inductor", tmp_path / "v5" / "inductor")
+    shutil.copytree(folder / "v6" / "inductor", tmp_path / "v6" / "inductor")
     program = textwrap.dedent(
         f"""
         import gc, os, sys
@@ -350,7 +392,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(expected)] * 2
     # And the hash of torch's source, and the trace.
-    assert len(list(tmp_path.glob("v5/objects/*/*"))) == 5
+    assert len(list(tmp_path.glob("v6/objects/*/*"))) == 5
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

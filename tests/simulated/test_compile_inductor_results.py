@@ -20,7 +20,8 @@ import torch
 from torch._inductor import codecache, config as inductor_config, cpp_builder
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime import autotune_cache
-from torch._inductor.standalone_compile import CompiledArtifact
+from torch._inductor.standalone_compile import CacheCompiledArtifact
+from torch.utils._appending_byte_serializer import BytesWriter
 
 from graphrt import CompilationConfig, RuntimeConfig, resolve
 from graphrt.compile import Compiled, CustomOp, splitter, torch_api
@@ -158,10 +159,10 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     x = torch.ones(4, 2)
     one.trace(partial(one, x), [(x, 0, "tokens")])
     assert torch.equal(one(x), x - 1.0)
-    assert not any((tmp_path / "v5" / "inductor").iterdir())
-    [index] = tmp_path.glob("v5/plans/*/rank_3/index.json")
+    assert not any((tmp_path / "v6" / "inductor").iterdir())
+    [index] = tmp_path.glob("v6/plans/*/rank_3/index.json")
     [entry] = json.loads(index.read_text())
-    assert list(tmp_path.glob(f"v5/objects/*/{entry['key']}.bin"))
+    assert list(tmp_path.glob(f"v6/objects/*/{entry['key']}.bin"))
 
 
 def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp_path, monkeypatch):
@@ -170,7 +171,7 @@ def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp
 
     def compile_late(command, cwd):
         if "main.cpp" in str(command) and not removed:
-            removed.append(shutil.rmtree(tmp_path / "v5" / "inductor"))
+            removed.append(shutil.rmtree(tmp_path / "v6" / "inductor"))
         return compiles(command, cwd)
 
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", compile_late)
@@ -252,8 +253,9 @@ def test_pass_of_inductors_configuration_is_part_of_the_key(tmp_path):
     for name, found in (("a", CacheMiss.ABSENT), ("b", CacheMiss.ABSENT), ("a", None)):
         with inductor_config.patch(post_grad_custom_post_pass=Pass(name)):
             assert missed_by(lambda x: x - 9.0, plan) == [found]
-    with inductor_config.patch(post_grad_custom_post_pass=Pass(None)):
-        assert missed_by(lambda x: x - 9.0, plan) == [CacheMiss.UNHASHABLE_PASS]
+    for unnamed in ({"post_grad_custom_post_pass": Pass(None)}, {"external_matmul": [torch.mm]}):
+        with inductor_config.patch(unnamed):
+            assert missed_by(lambda x: x - 9.0, plan) == [CacheMiss.UNHASHABLE_PASS]
 
 
 class WrappingError(Exception):
@@ -263,7 +265,7 @@ class WrappingError(Exception):
 
 @pytest.mark.parametrize(
     ("place", "named"),
-    [("v5/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
+    [("v6/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
 )
 @pytest.mark.parametrize("wrapping", [WrappingError, lambda error: error])
 def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place, named, wrapping):
@@ -278,7 +280,7 @@ def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None])
 def test_disk_that_is_full_is_named(tmp_path, monkeypatch, error):
-    told = f"C++ compile error\nCommand: g++ {tmp_path}/v5/a.cpp\nld: {os.strerror(errno.ENOSPC)}"
+    told = f"C++ compile error\nCommand: g++ {tmp_path}/v6/a.cpp\nld: {os.strerror(errno.ENOSPC)}"
     fails = mock.Mock(side_effect=error or RuntimeError(told))
     monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
     one = compiled(lambda x: x - 1.0, plan_of(tmp_path, level=2))
@@ -288,7 +290,7 @@ def test_disk_that_is_full_is_named(tmp_path, monkeypatch, error):
 
 
 def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch):
-    (tmp_path / "v5" / "inductor").mkdir(parents=True)
+    (tmp_path / "v6" / "inductor").mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "inductor")
     fails = mock.Mock(side_effect=RuntimeError("no such luck"))
     monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
@@ -340,9 +342,9 @@ def test_kernels_that_were_found_tuned_are_marked(monkeypatch):
     monkeypatch.setattr(codecache.PyCodeCache, "modules", modules)
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *args, **options: "made")
     tuned = {"coordinate_descent_tuning": True}
-    assert torch_api.compile_by_inductor(None, [], {}, "1") == "made"
+    assert torch_api.compile_by_inductor(None, [], {}, "1")[0] == "made"
     assert not vars(found.compile_results[0].config)
-    assert torch_api.compile_by_inductor(None, [], tuned, "1") == "made"
+    assert torch_api.compile_by_inductor(None, [], tuned, "1")[0] == "made"
     assert vars(found.compile_results[0].config) == {"found_by_coordesc": True}
     assert not vars(searched.compile_results[0].config)
 
@@ -368,21 +370,25 @@ def test_kernel_that_was_tuned_in_this_process_is_loaded_tuned(tmp_path, monkeyp
     monkeypatch.setattr(autotune_cache, "Config", lambda a, **b: SimpleNamespace(kwargs=a, **b))
     source = KERNEL.replace("DESCENDS", str(descends))
     load = partial(codecache._load_triton_kernel_from_source, "kernel", source)
-    monkeypatch.setattr(CompiledArtifact, "load", lambda **_: load())
-    payload = pickle.dumps((None, [], {}, b""))
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda _: None)
+    monkeypatch.setattr(CacheCompiledArtifact, "_load_impl", lambda *_: load())
+    saved = BytesWriter()
+    saved.write_bytes(CacheCompiledArtifact.CACHE_HEADER)
+    saved.write_bytes(b"of torch's source")
+    saved.write_str("key")
+    saved.write_bytes(b"code")
+    payload = pickle.dumps((None, [], {}, saved.to_bytes()))
     untuned = load()
     assert len(untuned.configs) == 2
     assert load() is untuned
     untuned.cache.save(untuned.configs[1], 0)
     if descends:
-        between = torch_api.from_bytes(payload, tmp_path)
+        between = torch_api.from_bytes(payload)
         assert [config.kwargs for config in between.configs] == [{"XBLOCK": 128}]
         untuned.cache.save(untuned.configs[0], 0, found_by_coordesc=True)
-    tuned = torch_api.from_bytes(payload, tmp_path)
+    tuned = torch_api.from_bytes(payload)
     assert [config.kwargs for config in tuned.configs] == [{"XBLOCK": 64 if descends else 128}]
-    assert torch_api.from_bytes(payload, tmp_path) is tuned, (
-        "one kernel serves all pieces that call it"
-    )
+    assert torch_api.from_bytes(payload) is tuned, "one kernel serves all pieces that call it"
 
 
 def test_cache_folder_with_a_space_is_read_again(tmp_path):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._dynamo.backends.registry import list_backends, lookup_backend
+from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import config as inductor_config
 
 from graphrt.compile import torch_api
@@ -184,12 +185,13 @@ class Inductor:
     def compile(self, job: Job) -> Form:
         plan = self._plan
         partitions = partitioned(job.module) if plan.use_inductor_graph_partition else nullcontext()
-        with compiling(self.name, job.name, plan.cache_dir), partitions:
+        # What is set for it is the process's, and where a trace is a kept one Dynamo locks nothing.
+        with compile_lock, compiling(self.name, job.name, plan.cache_dir), partitions:
             cache = self.cache()
             if cache is None:
                 is_off = plan.cache_dir is None or not plan.compile_cache
                 missed = CacheMiss.DISABLED if is_off else CacheMiss.UNHASHABLE_PASS
-                return Form(torch_api.fast_call(self._compiled(job)), missed)
+                return Form(torch_api.fast_call(self._compiled(job)[0]), missed)
             key = self._key_of(job, cache)
             try:
                 form = self._loaded_or_compiled(job, cache, key, cache.inductor_folder)
@@ -215,20 +217,18 @@ class Inductor:
         with _inductor_folder(cache, folder):
             if isinstance(found, bytes):
                 try:
-                    return Form(torch_api.fast_call(torch_api.from_bytes(found, folder)), None)
-                except torch_api.DamagedError:
-                    found = CacheMiss.CORRUPT
+                    return Form(torch_api.fast_call(torch_api.from_bytes(found)), None)
                 except Exception:  # noqa: BLE001 - whatever torch says of it, it is compiled anew
                     found = CacheMiss.LOAD_FAILED
-            artifact = self._compiled(job)
-            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact, folder)
+            artifact, files = self._compiled(job)
+            call, payload = torch_api.fast_call(artifact), torch_api.to_bytes(artifact, files)
         if payload is None:
             return Form(call, CacheMiss.UNCACHEABLE)
         about = {"piece": job.name, "sizes": str(job.sizes), "structure": job.structure}
         cache.write(key, payload, about)
         return Form(call, found)
 
-    def _compiled(self, job: Job) -> Any:
+    def _compiled(self, job: Job) -> tuple[Any, Mapping[str, bytes]]:
         options = thawed(self._plan.inductor_compile_config)
         on_cpu = all(one.device.type == "cpu" for one in tensors_of(job.inputs))
         if job.sizes.is_static and not on_cpu:

@@ -23,7 +23,7 @@ from graphrt.config.checked import warn_user
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 5
+SCHEMA = 6
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"
@@ -65,7 +65,7 @@ class CompileCache:
 
     @property
     def inductor_folder(self) -> Path:
-        """Of Inductor's own caches: an entry that is loaded without them compiles its kernels."""
+        """Of Inductor's own caches, from which it loads what entries hold."""
         return self._folder / "inductor"
 
     def has(self, key: str) -> bool:

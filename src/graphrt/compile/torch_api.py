@@ -21,7 +21,6 @@ from pathlib import Path
 from traceback import FrameSummary, walk_tb
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 import torch._dynamo
@@ -47,13 +46,15 @@ from torch._inductor.codecache import PyCodeCache, torch_key
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.standalone_compile import CompiledArtifact
+from torch._inductor.standalone_compile import CacheCompiledArtifact
 from torch._library.custom_ops import OPDEFS
 from torch._library.simple_registry import singleton
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._appending_byte_serializer import BytesReader
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -256,7 +257,7 @@ def guards_of(
         _aotautograd_guards=[],
         skip_guards_check=True,
     )
-    with _replaced(guards, "get_verbose_code_part", lambda code, _: code):
+    with _tracing, _replaced(guards, "get_verbose_code_part", lambda code, _: code):
         checks = CheckFunctionManager(
             root.__code__,
             OutputGraphCommon(state),
@@ -409,9 +410,10 @@ def chosen_overload(operator: str, args: Any, kwargs: Any) -> str:
 
 def compile_by_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], piece: str
-) -> Any:
-    """An artifact that is called with what the piece takes. ``inputs``: fake; their mode is the
-    current tracing context's. ``piece``: names what is computed, and all sizes that it may have.
+) -> tuple[Any, Mapping[str, bytes]]:
+    """An artifact that is called with what the piece takes; and the files of Inductor's folder that
+    it has loaded, by name. ``inputs``: fake; their mode is the current tracing context's.
+    ``piece``: names what is computed, and all sizes that it may have.
     """
     # Inductor's own caches tell neither ranges of a size apart, whose ends its code checks, nor the
     # bodies of operators that it writes out. Said in an option that nothing else reads, because
@@ -422,9 +424,11 @@ def compile_by_inductor(
     if is_tuned:
         # Kernels that were pickled do not know that they were tuned, and would be at each start.
         patches["use_static_cuda_launcher"] = False
-    # The files of what is kept must lie in the folder that it is kept in.
+    loaded: list[str] = []
+    # Libraries are those of this artifact then, and lie in the folder that it is kept in.
     forget_libraries()
-    with _timed_behind_a_long_flush() if is_tuned else nullcontext():
+    noted = _replaced(PyCodeCache, "load_by_key_path", partial(_load_module, loaded))
+    with _timed_behind_a_long_flush() if is_tuned else nullcontext(), noted:
         artifact = torch._inductor.standalone_compile(
             module,
             list(inputs),
@@ -433,12 +437,28 @@ def compile_by_inductor(
         )
     if is_tuned:
         _prepare_tuning()
-    return artifact
+    folder = Path(cache_dir())
+    paths = {Path(path) for path in loaded}
+    for key in {key for known in _LIBRARIES for key in known.cache}:
+        paths.update(folder.glob(f"{key[1:3]}/{key}*.so"))
+    return artifact, {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in paths
+        if path.is_relative_to(folder)
+    }
+
+
+_load_by_key_path = PyCodeCache.load_by_key_path
+
+
+def _load_module(loaded: list[str], key: str, path: str, *args: Any, **kwargs: Any) -> ModuleType:
+    loaded.append(path)
+    return _load_by_key_path(key, path, *args, **kwargs)
 
 
 def own_passes() -> dict[str, str | None]:
-    """The passes that are set in Inductor's configuration, which its text leaves out, each with
-    what it says of itself; None: nothing."""
+    """The passes, and lists of functions, that are set in Inductor's configuration, which its text
+    leaves out, each with what it says of itself; None: nothing."""
     options = inductor_config.get_config_copy()
     kinds = r"_?(pre_grad|post_grad|joint|pre_fusion|post_fusion)_custom_.*"
     found: dict[str, str | None] = {}
@@ -446,6 +466,8 @@ def own_passes() -> dict[str, str | None]:
         if re.fullmatch(kinds, name) and options[name] is not None:
             told = getattr(options[name], "uuid", lambda: None)()
             found[name] = None if told is None else repr(told)
+        elif isinstance(options[name], list) and any(map(callable, options[name])):
+            found[name] = None
     return found
 
 
@@ -521,9 +543,9 @@ def partitioned(ops: Sequence[str], wrapper: Callable[[Any, Any], Any]) -> Itera
         yield
 
 
-def to_bytes(artifact: Any, folder: Path) -> bytes | None:
+def to_bytes(artifact: Any, files: Mapping[str, bytes]) -> bytes | None:
     """What ``from_bytes`` makes an artifact of in another process; None if it cannot be saved.
-    ``folder``: of Inductor's own caches, which holds the kernels."""
+    ``files``: that it needs, as ``compile_by_inductor`` has them."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "artifact")
         try:
@@ -533,65 +555,55 @@ def to_bytes(artifact: Any, folder: Path) -> bytes | None:
         # Not asked for where Inductor compiled nothing for a CPU: it would compile to find out.
         found = cpu_vec_isa.valid_vec_isa_list
         isas = found() if found.cache_info().currsize else None
-        sums = {name: _sum_of(folder / name) for name in _loaded_from(folder)}
-        # Those that are gone, as after they were found damaged, the next load makes again.
-        used = {name: told for name, told in sums.items() if told is not None}
-        return pickle.dumps((isas, _plain_kernels(), used, path.read_bytes()))
+        return pickle.dumps((isas, _plain_kernels(), files, path.read_bytes()))
 
 
-class DamagedError(Exception):
-    """A file that compiled code needs is another one than was saved."""
-
-
-def from_bytes(payload: bytes, folder: Path) -> Callable[..., Any]:
-    """What ``to_bytes`` was given. Errors: ``DamagedError`` for a file in ``folder`` that is not as
-    it was then, and is removed, because to load it could end the process; whatever torch raises,
-    about anything."""
+def from_bytes(payload: bytes) -> Callable[..., Any]:
+    """What ``to_bytes`` was given. Errors: whatever torch raises, about anything."""
     # An entry is code, and from a folder of this user's.
-    isas, kernels, used, saved = pickle.loads(payload)
-    # Inductor makes those again that are gone.
-    damaged = [folder / name for name, told in used.items() if _sum_of(folder / name) != told]
-    if lost := [path for path in damaged if path.exists()]:
-        for path in lost:
-            path.unlink()
-        raise DamagedError(lost)
+    isas, kernels, files, saved = pickle.loads(payload)
+    for name, data in files.items():
+        _put(Path(cache_dir(), name), data)
     _forget_untuned()
     # In this process: kernels come from its workers pickled, and do not know that they were tuned.
     in_process = inductor_config.patch(compile_threads=1)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        in_process,
-        _without_compiler(isas),
-        _without_lowering(kernels),
-    ):
-        path = Path(place, "artifact")
-        path.write_bytes(saved)
-        return CompiledArtifact.load(path=str(path), format="binary")
+    with in_process, _without_compiler(isas), _without_lowering(kernels):
+        # Not ``CompiledArtifact.load``, which reads inside of assertions (torch 2.11 to 2.13):
+        # ``python -O`` leaves these out. What it compares is in the key of the entry.
+        reader = BytesReader(saved)
+        header, _, key, kept = (
+            *(reader.read_bytes(), reader.read_bytes()),
+            *(reader.read_str(), reader.read_bytes()),
+        )
+        if header != CacheCompiledArtifact.CACHE_HEADER:
+            raise ValueError(f"an artifact of another kind: {header!r}")
+        torch.compiler.load_cache_artifacts(kept)
+        return CacheCompiledArtifact._load_impl(nullcontext(), key)
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Let Inductor find ``data``. It trusts what lies there, and to load half a library ends the
+    process; where nothing lies it compiles."""
+    with suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    codecache.write_atomic(str(path), data, make_dirs=True)
+    forget_libraries()
+
+
+_LIBRARIES: Sequence[Any] = (
+    codecache.CppCodeCache,
+    codecache.CppPythonBindingsCodeCache,
+    codecache.CppWrapperCodeCache,
+    codecache.HalideCodeCache,
+)
 
 
 def forget_libraries() -> None:
     """Let Inductor look for C++ libraries in its folder. It finds in memory, by their code, also
     those that this process made in another folder, and those that could not be made."""
-    for known in (codecache.CppCodeCache, codecache.CppPythonBindingsCodeCache):
+    for known in _LIBRARIES:
         known.cache_clear()
-
-
-def _loaded_from(folder: Path) -> set[str]:
-    """Modules in ``folder`` that this process has loaded; on Linux libraries too."""
-    loaded = [str(module.__file__) for module in PyCodeCache.modules]
-    with suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        # Those that were made anew since are loaded as they were.
-        loaded += [line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines]
-    roots = {f"{folder}{os.sep}", f"{folder.resolve()}{os.sep}"}
-    return {path.removeprefix(root) for path in loaded for root in roots if path.startswith(root)}
-
-
-def _sum_of(path: Path) -> int | None:
-    """None where nothing can be read."""
-    with suppress(OSError):
-        return crc32(path.read_bytes())
-    return None
 
 
 @contextmanager
