@@ -23,7 +23,6 @@ from graphrt.compile.failures import OF_TRACING, translated
 from graphrt.compile.guards import Audit, Axes, Contract, argument_name
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.kept_traces import KeptTrace
-from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.splitter import Wrap
 from graphrt.config import CompilePlan
 from graphrt.errors import (
@@ -210,15 +209,11 @@ class Compiled:
         varying = [one for one in varying if one[2] not in self._ones]
         if self.is_backed:
             _refuse_equal_sizes(varying)
-        for tensor, dim, axis in varying:
-            self._mark(tensor, dim, axis)
         self._varying = varying
         try:
             run()
         finally:
             self._varying = None
-            for tensor, _, _ in varying:
-                torch_api.unmark(tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._varying is not None:
@@ -273,19 +268,16 @@ class Compiled:
         # A copied model would keep this one, which runs the parameters of the first.
         raise copy_error(self)
 
-    def _mark(self, tensor: torch.Tensor, dim: int, axis: str) -> None:
-        most = self._setup.limits[axis]
-        torch_api.mark(tensor, dim, axis, most, is_backed=self.is_backed)
-
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         varying, self._varying = self._varying or (), None
-        computed = self._computed(args, kwargs, varying)
+        varying = [*varying, *self._computed(args, kwargs, varying)]
         try:
-            for tensor, dim, axis in computed:
-                self._mark(tensor, dim, axis)
-            return self._trace_call(args, kwargs, [*varying, *computed])
+            for tensor, dim, axis in varying:
+                most = self._setup.limits[axis]
+                torch_api.mark(tensor, dim, axis, most, is_backed=self.is_backed)
+            return self._trace_call(args, kwargs, varying)
         finally:
-            for tensor, _, _ in computed:
+            for tensor, _, _ in varying:
                 torch_api.unmark(tensor)
 
     def _computed(self, args: Any, kwargs: Any, varying: Varying) -> Varying:
@@ -380,7 +372,6 @@ class Compiled:
     ) -> None:
         """Let later processes use the trace. ``given``: to the traced call."""
         cache, key = place
-        cache.device = cache.device or _devices_of(*given)
         try:
             if found.graph is None:
                 raise NotKeptError(found.why_not_kept)
@@ -394,10 +385,11 @@ class Compiled:
         else:
             cache.write(key, payload, {"piece": "trace", "sizes": ", ".join(sorted(self._ones))})
 
-    def _found(self, place: tuple[CompileCache, str], args: Any, kwargs: Any) -> _Kept | None:
+    def _found(self, place: tuple[CompileCache, str], args: Any, kwargs: Any) -> KeptTrace | None:
         """The trace that was kept of such calls."""
         cache, key = place
-        cache.device = cache.device or _devices_of(args, kwargs)
+        devices = {one.device for one in tensors_of((args, kwargs))}
+        cache.device = cache.device or device_text(devices)
         if not cache.has(key):
             return None
         found = cache.read(key)
@@ -405,7 +397,7 @@ class Compiled:
             self._why_traced = f"cache: {found.name}"
             return None
         trace: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
-        return _Kept(trace, *kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed))
+        return trace
 
     def _call_kept(
         self,
@@ -422,10 +414,10 @@ class Compiled:
         audit = Audit(scope, root.__globals__, contract, at_calls=False)
         found = Compilation(self._setup, axes, audit, is_backed=self.is_backed, is_written=False)
         try:
-            kept = self._found(place, args, kwargs)
-            if kept is None:
+            trace = self._found(place, args, kwargs)
+            if trace is None:
                 return None
-            trace, graph, fresh = kept
+            graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
             kept_traces.name_modules(trace, root)
             self._why_traced = (
                 kept_traces.change(trace, audit)
@@ -471,24 +463,12 @@ class Compiled:
         self._setup.dump.json("report.json", self.report._asdict)
 
 
-class _Kept(NamedTuple):
-    """A trace of an earlier process, in this one."""
-
-    trace: KeptTrace
-    graph: fx.GraphModule
-    fresh: FreshSymbols
-
-
 class _Trace(NamedTuple):
     """One trace, and what has to be as it was then."""
 
     call: Callable[..., Any]
     contract: Contract
     audit: Audit
-
-
-def _devices_of(args: Any, kwargs: Any) -> str:
-    return device_text({one.device for one in tensors_of((args, kwargs))})
 
 
 def _axes_of_one(varying: Varying) -> frozenset[str]:

@@ -80,7 +80,8 @@ class Contract:
         self._environment = environment(self._device_type)
         self._is_flat = _is_flat(args, kwargs)
         self._keywords = tuple(kwargs)
-        self.scope = _without_tensors(args, kwargs)
+        given = {"args": args, "kwargs": kwargs}
+        self.scope: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda _: None, given)
         """Where expressions about the arguments that are objects find these."""
         self.compared = frozenset(_parts_of_paths(path for path, _ in paths)) - {
             _expression(path) for path, leaf in paths if not isinstance(leaf, (torch.Tensor, *HOST))
@@ -196,14 +197,6 @@ def _breach(what: str, expected: str, found: str) -> ContractError:
         found=found,
         do="call it as it was traced, or make a runtime of its own for such calls",
     )
-
-
-def _without_tensors(args: Any, kwargs: Any) -> dict[str, Any]:
-    def kept(leaf: Any) -> Any:
-        return None if isinstance(leaf, torch.Tensor) else leaf
-
-    found: dict[str, Any] = pytree.tree_map(kept, {"args": args, "kwargs": kwargs})
-    return found
 
 
 def _expression(path: Sequence[Any]) -> str:
