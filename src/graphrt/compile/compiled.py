@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,13 +14,14 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
-from graphrt.compile import effects, kept_graphs, kept_traces, splitter, torch_api
+from graphrt.compile import effects, fake_runs, kept_graphs, kept_traces, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, device_text
 from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.compilation import Compilation, CompileReport, Setup
 from graphrt.compile.dump import Dump
 from graphrt.compile.failures import OF_TRACING, translated
-from graphrt.compile.guards import Audit, Axes, Contract, argument_name
+from graphrt.compile.fake_runs import TracedCall
+from graphrt.compile.guards import Audit, Contract, Given, argument_name
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.kept_traces import KeptTrace
 from graphrt.compile.splitter import Wrap
@@ -314,10 +315,11 @@ class Compiled:
         axes: dict[int, dict[int, str]] = {}
         for tensor, dim, axis in varying:
             axes.setdefault(id(tensor), {})[dim] = axis
-        contract = Contract(args, kwargs, axes, self._setup.limits, 2 if self.is_backed else 1)
+        given = Given(args, kwargs, axes)
+        contract = Contract(given, self._setup.limits, 2 if self.is_backed else 1)
         contract.check(args, kwargs)
         place = self._place_of_kept(self._ones, is_backed=self.is_backed)
-        with_kept = self._call_kept(place, args, kwargs, axes, contract)
+        with_kept = self._call_kept(place, given, contract)
         if with_kept is not None:
             return with_kept[0]
         if self._is_trying:
@@ -356,7 +358,7 @@ class Compiled:
         found.refuse_shape_guards()
         audit.guards = traced.guards
         if place is not None:
-            self._keep(place, traced, found, contract, audit, (args, kwargs), axes)
+            self._keep(place, traced, found, contract, audit, given)
         self._note(_Trace(traced.call, contract, audit), found, is_kept=False)
         return traced.results
 
@@ -367,28 +369,26 @@ class Compiled:
         found: Compilation,
         contract: Contract,
         audit: Audit,
-        given: tuple[Any, Any],
-        axes: Axes,
+        given: Given,
     ) -> None:
-        """Let later processes use the trace. ``given``: to the traced call."""
+        """Let later processes use the trace."""
         cache, key = place
         try:
             if found.graph is None:
                 raise NotKeptError(found.why_not_kept)
             root, _ = own_root(self.runnable)
             payload = kept_traces.to_bytes(
-                *(traced, found.graph, contract, audit, root, given, axes),
-                is_backed=self.is_backed,
+                traced, found.graph, contract, audit, root, given, is_backed=self.is_backed
             )
         except NotKeptError as error:
             self._why_traced = f"not kept: {error}"
         else:
             cache.write(key, payload, {"piece": "trace", "sizes": ", ".join(sorted(self._ones))})
 
-    def _found(self, place: tuple[CompileCache, str], args: Any, kwargs: Any) -> KeptTrace | None:
+    def _found(self, place: tuple[CompileCache, str], given: Given) -> KeptTrace | None:
         """The trace that was kept of such calls."""
         cache, key = place
-        devices = {one.device for one in tensors_of((args, kwargs))}
+        devices = {one.device for one in tensors_of((given.args, given.kwargs))}
         cache.device = cache.device or device_text(devices)
         if not cache.has(key):
             return None
@@ -400,29 +400,28 @@ class Compiled:
         return trace
 
     def _call_kept(
-        self,
-        place: tuple[CompileCache, str] | None,
-        args: Any,
-        kwargs: Any,
-        axes: Axes,
-        contract: Contract,
+        self, place: tuple[CompileCache, str] | None, given: Given, contract: Contract
     ) -> tuple[Any] | None:
         """What the call returns, made with a kept trace. None if there is none of this model."""
         if place is None:
             return None
         root, scope = own_root(self.runnable)
         audit = Audit(scope, root.__globals__, contract, at_calls=False)
-        found = Compilation(self._setup, axes, audit, is_backed=self.is_backed, is_written=False)
+        found = Compilation(
+            self._setup, given.axes, audit, is_backed=self.is_backed, is_written=False
+        )
         try:
-            trace = self._found(place, args, kwargs)
+            trace = self._found(place, given)
             if trace is None:
                 return None
             graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
             kept_traces.name_modules(trace, root)
+            entered = partial(kept_traces.function_of, trace, root)
+            call = TracedCall(graph, fresh, entered, given)
             self._why_traced = (
                 kept_traces.change(trace, audit)
                 or kept_traces.guarded(trace, root, contract, audit)
-                or kept_traces.difference(trace, graph, fresh, root, (args, kwargs), axes)
+                or fake_runs.difference(trace.calls, call, root)
             )
             if self._why_traced:
                 return None
@@ -434,8 +433,8 @@ class Compiled:
                 root.__globals__[trace.entry] = run
                 return run(*inputs)
 
-            call = kept_traces.function_of(trace, root, first)
-            outputs = call(*args, **kwargs)
+            function = entered(first)
+            outputs = function(*given.args, **given.kwargs)
         except GraphrtError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
@@ -443,7 +442,7 @@ class Compiled:
             return None
         finally:
             effects.put_back(found.held)
-        self._note(_Trace(call, contract, audit), found, is_kept=True)
+        self._note(_Trace(function, contract, audit), found, is_kept=True)
         return (outputs,)
 
     def _note(self, trace: _Trace, found: Compilation, *, is_kept: bool) -> None:

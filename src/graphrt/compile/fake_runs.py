@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrt.compile import ranges, torch_api
-from graphrt.compile.guards import HOST, Axes
+from graphrt.compile.guards import HOST, Axes, Given
 from graphrt.compile.kept_graphs import NotKeptError, fake_tensor
 from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.splitter import digest_of
@@ -54,10 +54,7 @@ class TracedCall(NamedTuple):
     """The symbols of the graph."""
     function_of: Callable[[Call], Call]
     """Makes, of what runs the graph, what takes the arguments and returns what the model does."""
-    args: Any
-    kwargs: Any
-    axes: Axes
-    """What varies of the arguments."""
+    given: Given
 
     @property
     def examples(self) -> Sequence[Any]:
@@ -75,7 +72,7 @@ class TracedCall(NamedTuple):
             raise _StoppedError
 
         try:
-            self.function_of(stop)(*self.args, **self.kwargs)
+            self.function_of(stop)(*self.given.args, **self.given.kwargs)
         except _StoppedError:
             return found
         raise NotKeptError("its graph is not called")
@@ -145,7 +142,7 @@ def _started(traced: TracedCall, results: Mapping[Any, Any]) -> tuple[_Run, Any,
     """A run that has met the inputs of the graph, and the arguments with fake tensors in them.
     Errors: ``NotKeptError`` for inputs that the graph was not traced with."""
     examples, inputs = traced.examples, traced.inputs
-    if misfit := _misfit(examples, inputs, traced.axes):
+    if misfit := _misfit(examples, inputs, traced.given.axes):
         raise NotKeptError(misfit)
     run = _Run(traced.fresh, results, examples, inputs)
     return run, *_fakes(traced, run)
@@ -177,9 +174,10 @@ def _misfit(examples: Sequence[Any], inputs: Sequence[Any], axes: Axes) -> str:
 
 def _fakes(traced: TracedCall, run: _Run) -> tuple[Any, Any]:
     """The arguments, with fake tensors for those that are inputs of the graph, or vary."""
+    args, kwargs, axes = traced.given
 
     def fake(leaf: Any) -> Any:
-        varying = traced.axes.get(id(leaf), {})
+        varying = axes.get(id(leaf), {})
         known = run.fakes.get(id(leaf))
         if known is not None:
             return run.as_argument(known)
@@ -193,7 +191,7 @@ def _fakes(traced: TracedCall, run: _Run) -> tuple[Any, Any]:
         with fresh.mode:
             return run.as_argument(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
 
-    args, kwargs = pytree.tree_map(fake, (traced.args, traced.kwargs))
+    args, kwargs = pytree.tree_map(fake, (args, kwargs))
     return args, kwargs
 
 

@@ -22,6 +22,16 @@ from graphrt.externals.places import attributes_of, is_foreign, module_of
 Axes = Mapping[int, Mapping[int, str]]
 """By id of a tensor: its dimensions that vary, and their axes."""
 
+
+class Given(NamedTuple):
+    """What a traced call is given."""
+
+    args: Any
+    kwargs: Any
+    axes: Axes
+    """What varies of these."""
+
+
 HOST = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
@@ -51,9 +61,8 @@ class _Tensor(NamedTuple):
 class Contract:
     """The arguments of the traced call: every later call has to have the same but for sizes."""
 
-    def __init__(
-        self, args: Any, kwargs: Any, axes: Axes, sizes: Mapping[str, int], least: int = 1
-    ) -> None:
+    def __init__(self, call: Given, sizes: Mapping[str, int], least: int = 1) -> None:
+        args, kwargs, axes = call
         paths, self._structure = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in paths]
         self._same = _first_places(leaves)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -67,19 +68,22 @@ class _Unpickler(pickle.Unpickler):
         return node
 
 
-def to_bytes(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
-    """``axes``: what its symbols stand for. Errors: ``NotKeptError`` for a graph with constants,
-    graphs inside it, calls of the user's functions, or values that are told otherwise than by
-    dtype, device and layout."""
+@contextmanager
+def saying_why() -> Iterator[None]:
+    """Turns what is raised into a ``NotKeptError``."""
     try:
-        return _written(graph, axes)
+        yield
     except NotKeptError:
         raise
     except Exception as error:
         raise NotKeptError(f"{type(error).__name__}: {error}") from error
 
 
-def _written(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
+@saying_why()
+def to_bytes(graph: fx.GraphModule, axes: Mapping[Any, Axis]) -> bytes:
+    """``axes``: what its symbols stand for. Errors: ``NotKeptError`` for a graph with constants,
+    graphs inside it, calls of the user's functions, or values that are told otherwise than by
+    dtype, device and layout."""
     file = io.BytesIO()
     nodes = [*graph.graph.nodes]
     pickler = _Pickler(file, nodes)

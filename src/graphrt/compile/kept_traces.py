@@ -21,13 +21,11 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from graphrt.compile import fake_runs, kept_graphs, torch_api
 from graphrt.compile.fake_runs import PLAIN, Calls, TracedCall
-from graphrt.compile.guards import Audit, Axes, Contract
+from graphrt.compile.guards import Audit, Contract, Given
 from graphrt.compile.kept_graphs import NotKeptError
-from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.torch_api import GuardParts, Traced
 from graphrt.externals.places import module_of
 from graphrt.source import IMPORTED_AT
@@ -58,19 +56,19 @@ class KeptTrace(NamedTuple):
     """Those of the graph."""
 
 
+@kept_graphs.saying_why()
 def to_bytes(
     traced: Traced,
     graph: bytes,
     contract: Contract,
     audit: Audit,
     root: FunctionType,
-    given: tuple[Any, Any],
-    axes: Axes,
+    given: Given,
     *,
     is_backed: bool,
 ) -> bytes:
-    """``root``: another one than was traced, of the same model. ``given``: to the traced call, of
-    which ``axes`` vary. Errors: ``NotKeptError`` for a trace that another process cannot use."""
+    """``root``: another one than was traced, of the same model. ``given``: to the traced call.
+    Errors: ``NotKeptError`` for a trace that another process cannot use."""
     call: Any = traced.call
     code, scope = call.__code__, call.__globals__
     modules = {name: one.__name__ for name, one in scope.items() if isinstance(one, ModuleType)}
@@ -78,29 +76,24 @@ def to_bytes(
     entries = (scope.keys() & {*code.co_names}) - modules.keys()
     if len(entries) != 1 or audit.changed:
         raise NotKeptError(f"globals that it makes or changes: {[*entries, *audit.changed]}")
-    try:
-        kept = KeptTrace(
-            marshal.dumps(code),
-            entries.pop(),
-            modules,
-            graph,
-            [one for one in traced.parts if one.name],
-            traced.ordered,
-            [*audit.traced],
-            [*audit.names],
-            _read(audit, traced.parts),
-            _arguments(contract),
-            Calls((), (), {}),
-        )
-        name_modules(kept, root)
-        read_back, fresh = kept_graphs.from_bytes(graph, is_backed=is_backed)
-        entered = partial(function_of, kept, root)
-        calls = fake_runs.calls_of(TracedCall(read_back, fresh, entered, *given, axes))
-        return pickle.dumps(kept._replace(calls=calls))
-    except NotKeptError:
-        raise
-    except Exception as error:
-        raise NotKeptError(f"{type(error).__name__}: {error}") from error
+    kept = KeptTrace(
+        marshal.dumps(code),
+        entries.pop(),
+        modules,
+        graph,
+        [one for one in traced.parts if one.name],
+        traced.ordered,
+        [*audit.traced],
+        [*audit.names],
+        _read(audit, traced.parts),
+        _arguments(contract),
+        Calls((), (), {}),
+    )
+    name_modules(kept, root)
+    read_back, fresh = kept_graphs.from_bytes(graph, is_backed=is_backed)
+    entered = partial(function_of, kept, root)
+    calls = fake_runs.calls_of(TracedCall(read_back, fresh, entered, given))
+    return pickle.dumps(kept._replace(calls=calls))
 
 
 def function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) -> FunctionType:
@@ -146,20 +139,6 @@ def _first_other(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         if before.get(name) != now.get(name):
             return f"{name}: {now.get(name)}, before {before.get(name)}"
     return ""
-
-
-def difference(
-    kept: KeptTrace,
-    graph: fx.GraphModule,
-    fresh: FreshSymbols,
-    root: FunctionType,
-    given: tuple[Any, Any],
-    axes: Axes,
-) -> str:
-    """What ``root``, run uncompiled with fake tensors, calls otherwise than the kept ``graph``; ""
-    if nothing is. ``given``: arguments, of which ``axes`` vary."""
-    traced = TracedCall(graph, fresh, partial(function_of, kept, root), *given, axes)
-    return fake_runs.difference(kept.calls, traced, root)
 
 
 def _arguments(contract: Contract) -> dict[str, str]:
