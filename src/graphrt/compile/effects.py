@@ -391,7 +391,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     found: list[Any] = []
     if isinstance(target, torch._ops.HigherOrderOperator):
         # Of what its graphs write, all that it takes may be.
-        return node.all_input_nodes if any(map(_writes, _graphs_of(node))) else []
+        inside = (one for graph in _graphs_of(node) for one in graph.graph.nodes)
+        return node.all_input_nodes if any(map(written_by, inside)) else []
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, splitter.overload_of(node) or target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
@@ -435,10 +436,6 @@ def _graphs_of(node: fx.Node) -> list[fx.GraphModule]:
     given = [one for one in node.all_input_nodes if one.op == "get_attr"]
     found = [operator.attrgetter(str(one.target))(owner) for one in given]
     return [one for one in found if isinstance(one, fx.GraphModule)]
-
-
-def _writes(graph: fx.GraphModule) -> bool:
-    return any(map(written_by, graph.graph.nodes))
 
 
 def written_among(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

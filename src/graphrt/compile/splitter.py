@@ -7,6 +7,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -419,16 +420,11 @@ def written_out(
 ) -> fx.GraphModule:
     """``module`` with what the functions do in place of operators of these names; ``inputs``: fake
     ones of it."""
-
-    class Written(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            function = plain.get(operator_of(n))
-            if function is None:
-                return super().run_node(n)
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return function(*args, **kwargs)
-
-    written = make_fx(Written(module).run)(*inputs)
+    graph = deepcopy(module.graph)
+    for node in graph.nodes:
+        if (function := plain.get(operator_of(node))) is not None:
+            node.op, node.target = "call_function", function
+    written = make_fx(fx.Interpreter(module, graph=graph).run)(*inputs)
     for node in written.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     return written

@@ -199,29 +199,24 @@ def traced(
     options = {"skip_nnmodule_hook_guards": False} if guards_hooks else {}
     if hasattr(dynamo_config, "run_gc_after_compile"):
         options["run_gc_after_compile"] = False  # Captures do, before they begin.
-    # For debug logs alone, Dynamo reads the names of functions out of each file that it comes to.
-    no_names = _replaced(symbolic_convert, "get_funcname", lambda *_: None)
-    # Dynamo makes all guards before it asks which of them stay, and then those once more; and tells
-    # of each the user's line, which nothing shows. torch 2.11 to 2.13; drop this where it asks
-    # first.
-    no_others = _replaced(CheckFunctionManager, "build_guards", build_chosen)
-    no_lines = _replaced(guards, "get_verbose_code_part", lambda code, _: code)
-    # The line of a branch on a size, of whose path torch leaves out what its own begins with.
-    lines = _replaced(symbolic_shapes, "format_frame", _line_of)
-    # Of what refuses the trace torch logs a page, beside the error that is translated.
     unheard = Logger("graphrt.unheard", CRITICAL + 1)
-    no_page = _replaced(torch._guards, "log", unheard)
-    no_stack = _replaced(fake_tensor, "log", unheard)
     try:
         with (
             _tracing,
             dynamo_config.patch(options),
-            no_names,
-            no_others,
-            no_lines,
-            lines,
-            no_page,
-            no_stack,
+            # For debug logs alone, Dynamo reads names of functions out of each file it comes to.
+            _replaced(symbolic_convert, "get_funcname", lambda *_: None),
+            # Dynamo makes all guards before it asks which of them stay, and then those once more;
+            # and tells of each the user's line, which nothing shows. torch 2.11 to 2.13; drop this
+            # where it asks first.
+            _replaced(CheckFunctionManager, "build_guards", build_chosen),
+            _replaced(guards, "get_verbose_code_part", lambda code, _: code),
+            # The line of a branch on a size, of whose path torch leaves out what its own begins
+            # with.
+            _replaced(symbolic_shapes, "format_frame", _line_of),
+            # Of what refuses the trace torch logs a page, beside the error that is translated.
+            _replaced(torch._guards, "log", unheard),
+            _replaced(fake_tensor, "log", unheard),
         ):
             results = entry(*args, **kwargs)
     except RuntimeError as error:
