@@ -57,12 +57,11 @@ class Cuts:
                 is_plain, title = ops.impl_of(node) is not None, operator_of(node)
                 info = PieceInfo(0, title, "splitting", is_plain, title)
                 call = ops.call_of(node, True) or op
-                if not is_plain and op._schema.is_mutable:
-                    call = noting_writes(call, partial(_declared, op))
-                if ops.impl_of(node) is not None:
+                if is_plain:
                     call = checking_results(call, title, node.meta.get("example_value"), True)
-                call = wrap(call, info)
-                self._at[op] = call, info, line_of(node)
+                elif op._schema.is_mutable:
+                    call = noting_writes(call, partial(_declared, op))
+                self._at[op] = wrap(call, info), info, line_of(node)
 
     def bound(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, compiled code, which runs what this runtime does at splitting ops.
