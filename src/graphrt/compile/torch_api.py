@@ -564,15 +564,13 @@ def from_bytes(payload: bytes) -> Callable[..., Any]:
     in_process = inductor_config.patch(compile_threads=1)
     with in_process, _without_compiler(isas), _without_lowering(kernels):
         # Not ``CompiledArtifact.load``, which reads inside of assertions (torch 2.11 to 2.13):
-        # ``python -O`` leaves these out. What it compares is in the key of the entry.
+        # ``python -O`` leaves these out.
         reader = BytesReader(saved)
-        header, _, key, kept = (
-            *(reader.read_bytes(), reader.read_bytes()),
-            *(reader.read_str(), reader.read_bytes()),
-        )
-        if header != CacheCompiledArtifact.CACHE_HEADER:
+        if (header := reader.read_bytes()) != CacheCompiledArtifact.CACHE_HEADER:
             raise ValueError(f"an artifact of another kind: {header!r}")
-        torch.compiler.load_cache_artifacts(kept)
+        reader.read_bytes()  # Of torch's source, as in the key of the entry.
+        key = reader.read_str()
+        torch.compiler.load_cache_artifacts(reader.read_bytes())
         return CacheCompiledArtifact._load_impl(nullcontext(), key)
 
 
