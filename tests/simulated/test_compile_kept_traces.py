@@ -461,6 +461,31 @@ def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path, 
             require_right(lab)
 
 
+@lru_cache
+def table_of_torch(is_compiling):
+    return torch.arange(WIDTH, dtype=torch.float32) + float(is_compiling)
+
+
+class OfTorch(torch.nn.Module):
+    def forward(self, *, x, ids, lens):
+        rows = torch.sigmoid(x) + torch.random.table_of_torch(False) + ids[:, None]
+        return {"rows": rows, "lens": lens * 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+def test_cached_function_in_a_module_of_torch_forgets_the_run(tmp_path, monkeypatch):
+    """What walks a model does not enter it, and the heap is frozen, as in servers."""
+    table = table_of_torch
+    monkeypatch.setattr(torch.random, "table_of_torch", table, raising=False)
+    monkeypatch.delitem(globals(), "table_of_torch")
+    for is_kept in (False, True):
+        table.cache_clear()
+        with lab_of(tmp_path, OfTorch()) as lab:
+            assert compiled(lab) == (is_kept, "")
+            assert table.cache_info().currsize == 0
+            require_right(lab)
+
+
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
 def test_cached_function_that_was_called_before_keeps_its_results(tmp_path):
     """Its result is a constant there, which no trace has: those call the function."""
