@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphrt.gc_pause import frozen_heap, gc_paused, is_heap_frozen
+from graphrt.gc_pause import all_objects, frozen_heap, gc_paused, is_heap_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,14 @@ class Cycle:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+def test_all_objects_are_those_of_a_frozen_heap_too() -> None:
+    kept = Cycle()
+    with frozen_heap():
+        assert any(one is kept for one in all_objects())
+        assert is_heap_frozen()
+    assert any(one is kept for one in all_objects())
 
 
 def test_gc_paused_collects_before_and_after() -> None:

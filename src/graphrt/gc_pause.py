@@ -24,6 +24,19 @@ def is_heap_frozen() -> bool:
     return gc.get_freeze_count() > MOST_IMMORTAL
 
 
+def all_objects() -> list[object]:
+    """Those that the collector knows; of a frozen heap too, of which Python tells none. What lives
+    then is frozen with it."""
+    is_frozen = is_heap_frozen()
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
 @contextmanager
 def gc_paused(*, collects: bool = True, ages: bool = False) -> Iterator[None]:
     """Collect and freeze the heap and keep the collector off until every such scope has left.

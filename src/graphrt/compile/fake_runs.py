@@ -28,7 +28,7 @@ from graphrt.compile.ranges import FreshSymbols
 from graphrt.compile.splitter import digest_of
 from graphrt.errors import SideEffectError
 from graphrt.externals.host_snapshot import HostSnapshot
-from graphrt.gc_pause import is_heap_frozen
+from graphrt.gc_pause import all_objects
 
 PLAIN = (*HOST, torch.layout, torch.memory_format)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -366,13 +366,7 @@ class _Run(TorchDispatchMode):
         """Empty the functions' caches that hold tensors of the run, wherever these functions are:
         other decorators hide some."""
         left = {id(tensor()) for _, tensor in self._made} - {id(None)}
-        is_frozen = is_heap_frozen()
-        if is_frozen:  # Python tells of no object that is.
-            gc.unfreeze()
-        caches = [one for one in gc.get_objects() if type(one) is _CACHE]
-        if is_frozen:
-            gc.freeze()
-        for cache in caches:
+        for cache in [one for one in all_objects() if type(one) is _CACHE]:
             found: list[Any] = [cache]
             for _ in range(_DEPTH_OF_CACHES):
                 found = [one for one in gc.get_referents(*found) if type(one) not in _CODE]
