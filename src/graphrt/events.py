@@ -139,8 +139,8 @@ class CacheMiss(StrEnum):
 
     ``ABSENT``: There is no such entry.
     ``DISABLED``: The cache is switched off.
-    ``CORRUPT``: The file is cut short, or its checksum is another; or a file of Inductor's own
-      caches is bad, which are made anew.
+    ``CORRUPT``: The file is cut short, or its checksum is another; or Inductor failed in its own
+      folder, and compiled in a new one.
     ``FOREIGN_SCHEMA``: Another version of graphrt wrote it, in another form.
     ``FOREIGN_TORCH``: Another version of torch, Python or Triton wrote it.
     ``FOREIGN_DEVICE``: It was compiled for another device.

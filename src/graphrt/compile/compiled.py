@@ -417,11 +417,11 @@ class Compiled:
             graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
             kept_traces.name_modules(trace, root)
             entered = partial(kept_traces.function_of, trace, root)
-            call = TracedCall(graph, fresh, entered, given)
+            traced = TracedCall(graph, fresh, entered, given)
             self._why_traced = (
                 kept_traces.change(trace, audit)
                 or kept_traces.guarded(trace, root, contract, audit)
-                or fake_runs.difference(trace.calls, call, root)
+                or fake_runs.difference(trace.calls, traced, root)
             )
             if self._why_traced:
                 return None

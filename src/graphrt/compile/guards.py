@@ -61,8 +61,8 @@ class _Tensor(NamedTuple):
 class Contract:
     """The arguments of the traced call: every later call has to have the same but for sizes."""
 
-    def __init__(self, call: Given, sizes: Mapping[str, int], least: int = 1) -> None:
-        args, kwargs, axes = call
+    def __init__(self, given: Given, sizes: Mapping[str, int], least: int = 1) -> None:
+        args, kwargs, axes = given
         paths, self._structure = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in paths]
         self._same = _first_places(leaves)
@@ -89,8 +89,8 @@ class Contract:
         self._environment = environment(self._device_type)
         self._is_flat = _is_flat(args, kwargs)
         self._keywords = tuple(kwargs)
-        given = {"args": args, "kwargs": kwargs}
-        self.scope: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda _: None, given)
+        named = {"args": args, "kwargs": kwargs}
+        self.scope: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda _: None, named)
         """Where expressions about the arguments that are objects find these."""
         self.compared = frozenset(_parts_of_paths(path for path, _ in paths)) - {
             _expression(path) for path, leaf in paths if not isinstance(leaf, (torch.Tensor, *HOST))
