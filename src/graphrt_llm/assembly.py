@@ -120,11 +120,15 @@ def assemble(
         if group is not None:
             undo.callback(group.close)
         loaded = None
-        # Where the first step is soon, or Python traces the model meanwhile.
         if is_cuda and (config.capture == "by_priority" or asked.compilation.level):
             loaded = in_thread(partial(_load_kernels, model_config, dtype, device.torch_device))
+            undo.callback(loaded.exception)  # It waits.
         model = _load(model_config, config, dtype, model_dir, device, group)
         model_config = model.config
+        if loaded is not None:
+            # What counts the memory drops cuBLAS's workspaces, of every thread: a product that this
+            # one is about to launch would read memory that is gone.
+            loaded.result()
         # After the weights, because the cache gets the memory that is left.
         limits = _limits(model_config, config, model.dtype, device)
         if ranks is not None:
@@ -173,8 +177,6 @@ def assemble(
             observer=observer,
             ranks=ranks,
         )
-        if loaded is not None:
-            loaded.result()
         undo.pop_all()  # From here on the engine closes them.
     lora = model.lora
     return EngineParts(
@@ -183,10 +185,11 @@ def assemble(
 
 
 def _load_kernels(model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Run PyTorch's kernels of a prompt, and of the check of its graph: the driver loads a kernel
-    at its first launch, and cuBLAS itself, these in 0.3 s, outside of the interpreter's lock."""
+    """Run PyTorch's kernels of a prompt, and of the check of its graph, while weights are loaded:
+    the driver loads a kernel at its first launch, and cuBLAS itself, these in 0.3 s, outside of the
+    interpreter's lock."""
     rows = torch.zeros(128, model_config.hidden_size, dtype=dtype, device=device)
-    product = rows @ rows.T  # Small, because the memory that is free is being counted meanwhile.
+    product = rows @ rows.T
     product.addmm_(product, product)
     cache = KVCache(model_config, num_blocks=2, block_size=1, dtype=dtype, device=device)
     SdpaAttention(cache).load_kernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from engines import QWEN, engine_config, greedy, make_engine, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt_llm import CausalLM, LLMEngine, random_weights
+from graphrt.device.cuda import CUDADevice
+from graphrt_llm import CausalLM, LLMEngine, assembly, random_weights
 from graphrt_llm.errors import EngineConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:::flashinfer.*")
@@ -54,3 +56,34 @@ def test_a_share_too_small_for_one_request_is_refused() -> None:
     config = replace(engine_config("NONE"), gpu_memory_utilization=1e-9)
     with pytest.raises(EngineConfigError, match="MiB"):
         LLMEngine.with_random_weights(QWEN, config)
+
+
+def test_no_thread_multiplies_while_a_start_drops_the_workspaces_of_cublas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are those of every thread: its product would read memory that is gone."""
+    are_loaded, is_over = Event(), Event()
+    trimmed_after: list[bool] = []
+    load, load_kernels, trim = assembly._load, assembly._load_kernels, CUDADevice.trim
+
+    def weights(*args: Any) -> Any:
+        model = load(*args)
+        are_loaded.set()
+        return model
+
+    def kernels(*args: Any) -> None:
+        are_loaded.wait(60)
+        load_kernels(*args)
+        is_over.set()
+
+    def trims(device: CUDADevice) -> None:
+        trimmed_after.append(is_over.is_set())
+        trim(device)
+
+    monkeypatch.setattr(assembly, "_load", weights)
+    monkeypatch.setattr(assembly, "_load_kernels", kernels)
+    monkeypatch.setattr(CUDADevice, "trim", trims)
+    config = replace(engine_config("NONE"), capture="by_priority")
+    LLMEngine.with_random_weights(QWEN, config).close()
+    assert trimmed_after
+    assert all(trimmed_after)
