@@ -1354,6 +1354,13 @@ MUTANTS = [
         "simulated/test_compile_inductor.py",
     ),
     Mutant(
+        "library that a killed linker left is used",
+        "graphrt/compile/torch_api.py",
+        "return len(header) < 64 or size < start + length * number",
+        "return False",
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
         "two threads load kept code at once",
         "graphrt/compile/backends.py",
         "with compile_lock, compiling(",

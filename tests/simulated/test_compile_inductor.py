@@ -235,6 +235,53 @@ def test_file_of_inductor_that_is_cut_or_gone_is_written_again(
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
 
 
+@pytest.mark.parametrize("part", [0, 0.1, 0.999])
+def test_library_that_a_killed_linker_left_is_made_again(folder, tmp_path, part):
+    """No entry has it. Some of these load, and end the process later; without that for the question
+    which vectors the CPU has, code is made for none."""
+    with lab_of(folder, "NONE"):
+        pass
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(next(tmp_path.glob("v*/objects")))
+    libraries = {path: path.stat().st_size for path in tmp_path.glob("v*/inductor/??/*.so")}
+    assert any(not path.name.endswith(".main.so") for path in libraries)
+    for path, size in libraries.items():
+        os.truncate(path, int(size * part))
+    forget_in_memory()
+    with lab_of(tmp_path, "NONE") as lab:
+        lab.step(3, 2)
+        assert set(missed(lab)) == {CacheMiss.ABSENT}
+    # Those that were asked for; with a longer path in them.
+    made_again = [path for path in libraries if path.exists()]
+    assert made_again
+    assert all(path.stat().st_size >= libraries[path] for path in made_again)
+
+
+def test_library_that_another_process_is_linking_is_waited_for(folder, tmp_path, monkeypatch):
+    with lab_of(folder, "NONE"):
+        pass
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(next(tmp_path.glob("v*/objects")))
+    path = next(tmp_path.glob("v*/inductor/??/*.main.so"))
+    lock = path.parent.parent / "locks" / path.name.replace(".main.so", ".lock")
+    assert lock.exists()  # Inductor's.
+    whole, waited_for = path.read_bytes(), []
+
+    class Waits(torch_api.FileLock):
+        def acquire(self, *args, **kwargs):
+            waited_for.append(self.lock_file)
+            path.write_bytes(whole)
+            return super().acquire(*args, **kwargs)
+
+    os.truncate(path, 100)
+    monkeypatch.setattr(torch_api, "FileLock", Waits)
+    forget_in_memory()
+    with lab_of(tmp_path, "NONE") as lab:
+        lab.step(3, 2)
+    assert waited_for == [str(lock)]
+    assert path.read_bytes() == whole
+
+
 def test_folder_that_inductor_cannot_use_starts_without_a_compiler(folder, tmp_path, monkeypatch):
     with lab_of(folder, "NONE"):
         pass

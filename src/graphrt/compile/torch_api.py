@@ -55,6 +55,7 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._appending_byte_serializer import BytesReader
+from torch.utils._filelock import FileLock
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -74,6 +75,7 @@ _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 _KEYS_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _tracing = threading.RLock()
 """Held while a model is traced, or runs as if it were."""
+_LITTLE_ENDIAN_ELF_OF_64_BITS = b"\x7fELF\x02\x01"
 _LONG_FLUSH = 256 * 2**20
 """Bytes; an H200 fills them in 70 us."""
 
@@ -420,6 +422,7 @@ def compile_by_inductor(
         # Kernels that were pickled do not know that they were tuned, and would be at each start.
         patches["use_static_cuda_launcher"] = False
     loaded: list[str] = []
+    _remove_cut_libraries()
     # Libraries are those of this artifact then, and lie in the folder that it is kept in.
     forget_libraries()
     noted = _replaced(PyCodeCache, "load_by_key_path", partial(_load_module, loaded))
@@ -590,6 +593,31 @@ _LIBRARIES: Sequence[Any] = (
     codecache.CppWrapperCodeCache,
     codecache.HalideCodeCache,
 )
+
+
+def _remove_cut_libraries() -> None:
+    """Of Inductor's folder, as a linker that was killed leaves them. Inductor uses what it finds:
+    what is missing ends the process, or makes it take the CPU for one without vectors.
+
+    A library that another process is linking is waited for, by Inductor's lock of it.
+    """
+    for path in filter(_is_cut, Path(cache_dir()).glob("??/*.so")):
+        lock = Path(codecache.get_lock_dir(), f"{path.name.partition('.')[0]}.lock")
+        with suppress(OSError), FileLock(lock, timeout=codecache.LOCK_TIMEOUT):
+            if _is_cut(path):
+                path.unlink()
+
+
+def _is_cut(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        header, size = file.read(64), file.seek(0, os.SEEK_END)
+        if not header.startswith(_LITTLE_ENDIAN_ELF_OF_64_BITS):
+            return size == 0
+        # The table of sections stands at the end.
+        start = int.from_bytes(header[40:48], "little")
+        length, number = (int.from_bytes(header[at : at + 2], "little") for at in (58, 60))
+        return len(header) < 64 or size < start + length * number
+    return False
 
 
 def forget_libraries() -> None:
