@@ -1356,8 +1356,8 @@ MUTANTS = [
     Mutant(
         "library that another process is linking is removed",
         "graphrt/compile/torch_api.py",
-        "            if _is_cut(path):",
-        "            if path.exists():",
+        "                if _is_cut(path):",
+        "                if path.exists():",
         "simulated/test_compile_inductor.py",
     ),
     Mutant(

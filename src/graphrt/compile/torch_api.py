@@ -602,10 +602,11 @@ def _remove_cut_libraries() -> None:
     A library that another process is linking is waited for, by Inductor's lock of it.
     """
     for path in filter(_is_cut, Path(cache_dir()).glob("??/*.so")):
-        lock = Path(codecache.get_lock_dir(), f"{path.name.partition('.')[0]}.lock")
-        with suppress(OSError), FileLock(lock, timeout=codecache.LOCK_TIMEOUT):
-            if _is_cut(path):
-                path.unlink()
+        with suppress(OSError):  # Where nothing can be written, Inductor uses another folder.
+            lock = Path(codecache.get_lock_dir(), f"{path.name.partition('.')[0]}.lock")
+            with FileLock(lock, timeout=codecache.LOCK_TIMEOUT):
+                if _is_cut(path):
+                    path.unlink()
 
 
 def _is_cut(path: Path) -> bool:
