@@ -156,6 +156,25 @@ def kept(folder, tmp_path):
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def linked(folder, tmp_path):
+    """An empty cache, but that Inductor finds in its folder what it linked for ``Model``."""
+    place = tmp_path / "cache"
+    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
+    return place
+
+
+@pytest.fixture(scope="module")
+def backed(folder, tmp_path_factory):
+    """With the traces of ``Model`` for backed sizes."""
+    place = tmp_path_factory.mktemp("cache")
+    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
+    with lab_of(place, options={"dynamic_shapes": "backed"}) as lab:
+        assert not compiled(lab)[0]
+        require_right(lab)
+    return place
+
+
 def lab_of(folder, model=None, options=None, **others):
     asked = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
     asked |= {"cache_dir": folder, **(options or {})}
@@ -286,13 +305,10 @@ def test_branch_on_a_size_is_refused_as_without_a_kept_trace(kept, monkeypatch, 
         lab_of(kept)
 
 
-def test_branch_on_a_backed_size_is_refused_as_without_a_kept_trace(tmp_path, monkeypatch):
-    options = {"dynamic_shapes": "backed"}
-    with lab_of(tmp_path, options=options):
-        pass
+def test_branch_on_a_backed_size_is_refused_as_without_a_kept_trace(backed, monkeypatch):
     monkeypatch.setenv(SWITCH, "five")
     with pytest.raises(ShapeGuardError, match=r"branch on a size at .*five"):
-        lab_of(tmp_path, options=options)
+        lab_of(backed, options={"dynamic_shapes": "backed"})
 
 
 def test_branch_on_one_token_is_traced_anew(kept, monkeypatch):
@@ -400,7 +416,7 @@ class Doubled(torch.nn.Module):
         return {"rows": rows, "lens": lens * 2}
 
 
-def test_operator_that_returns_another_dtype_is_found(tmp_path):
+def test_operator_that_returns_another_dtype_is_found(linked):
     """Its code is in no file that was traced."""
     for dtype, is_kept in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
         with torch.library._scoped_library("kept_traces", "FRAGMENT") as library:
@@ -408,7 +424,7 @@ def test_operator_that_returns_another_dtype_is_found(tmp_path):
             library.impl("double", lambda x, d=dtype: (x * 2).to(d), "CPU")
             fake = partial(torch.empty_like, dtype=dtype)
             torch.library.register_fake("kept_traces::double", fake, lib=library)
-            with lab_of(tmp_path, Doubled()) as lab:
+            with lab_of(linked, Doubled()) as lab:
                 assert compiled(lab)[0] is is_kept
                 require_right(lab)
 
@@ -564,22 +580,21 @@ def test_start_asks_for_examples_of_the_sizes_of_the_trace_alone(kept):
 
 
 @pytest.mark.parametrize("options", [{"guard_policy": "keep"}, {"compile_cache": False}])
-def test_options_that_keep_no_trace(tmp_path, options):
+def test_options_that_keep_no_trace(linked, options):
     for _ in range(2):
-        with lab_of(tmp_path, options=options) as lab:
+        with lab_of(linked, options=options) as lab:
             assert compiled(lab) == (False, "")
 
 
-def test_backed_sizes_have_a_trace_of_each_kind(tmp_path):
-    for is_kept in (False, True):
-        with lab_of(tmp_path, options={"dynamic_shapes": "backed"}) as lab:
-            assert compiled(lab)[0] is is_kept
-            require_right(lab)
-    pieces = [entry.about["piece"] for entry in CompileCache(tmp_path).entries()]
+def test_backed_sizes_have_a_trace_of_each_kind(backed):
+    with lab_of(backed, options={"dynamic_shapes": "backed"}) as lab:
+        assert compiled(lab)[0]
+        require_right(lab)
+    pieces = [entry.about["piece"] for entry in CompileCache(backed).entries()]
     assert pieces.count("trace") == 3  # Of several tokens and requests, of one request, of one.
 
 
-def test_backed_sizes_are_tried_where_a_kept_trace_has_them(tmp_path, monkeypatch):
+def test_backed_sizes_are_tried_where_a_kept_trace_has_them(linked, monkeypatch):
     """Without bounds of marks (torch 2.11 and 2.12) many a model needs them."""
 
     class Sliced(Model):
@@ -592,7 +607,7 @@ def test_backed_sizes_are_tried_where_a_kept_trace_has_them(tmp_path, monkeypatc
 
     found = []
     for _ in range(2):
-        with lab_of(tmp_path, Sliced()) as lab:
+        with lab_of(linked, Sliced()) as lab:
             report = lab.runtime.report().compile
             found.append((report.is_trace_kept, len(report.notes)))
             require_right(lab)
@@ -648,7 +663,7 @@ def test_code_of_no_file_is_not_kept(tmp_path):
             assert compiled(lab) == (False, "not kept: forward, whose code is in no file")
 
 
-def test_part_of_a_model_takes_its_kept_trace(tmp_path):
+def test_part_of_a_model_takes_its_kept_trace(linked):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -665,7 +680,7 @@ def test_part_of_a_model_takes_its_kept_trace(tmp_path):
     for is_kept in (False, True):
         model = Whole()
         options = {"compile_part": model.inner, "may_overwrite": [model.inner.count]}
-        with lab_of(tmp_path, model, **options) as lab:
+        with lab_of(linked, model, **options) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
