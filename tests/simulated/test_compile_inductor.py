@@ -244,7 +244,10 @@ def test_libraries_that_a_killed_linker_left_are_made_again(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(next(tmp_path.glob("v*/objects")))
     libraries = {path: path.stat().st_size for path in tmp_path.glob("v*/inductor/??/*.so")}
-    assert any(not path.name.endswith(".main.so") for path in libraries)
+    # Named as the library about vectors is, which this process may have made in another folder.
+    about_vectors = next(iter(libraries)).with_name("cvectors.so")
+    shutil.copyfile(next(iter(libraries)), about_vectors)
+    libraries[about_vectors] = about_vectors.stat().st_size
     for part, (path, size) in zip(cycle((0.1, 0.999, 0)), libraries.items(), strict=False):
         os.truncate(path, int(size * part))
     forget_in_memory()
@@ -254,6 +257,7 @@ def test_libraries_that_a_killed_linker_left_are_made_again(folder, tmp_path):
     # Those that were asked for; with a longer path in them.
     made_again = [path for path in libraries if path.exists()]
     assert made_again
+    assert about_vectors not in made_again
     assert all(path.stat().st_size >= libraries[path] for path in made_again)
 
 
