@@ -122,7 +122,7 @@ def assemble(
         loaded = None
         if is_cuda and (config.capture == "by_priority" or asked.compilation.level):
             loaded = in_thread(partial(_load_kernels, model_config, dtype, device.torch_device))
-            undo.callback(loaded.exception)  # It waits.
+            undo.callback(loaded.exception)  # An error waits for it too.
         model = _load(model_config, config, dtype, model_dir, device, group)
         model_config = model.config
         if loaded is not None:

@@ -236,14 +236,20 @@ def test_file_of_inductor_that_is_cut_or_gone_is_written_again(
     assert [path.name for path in tmp_path.glob("v*/inductor*")] == ["inductor"]
 
 
-def test_libraries_that_a_killed_linker_left_are_made_again(folder, tmp_path):
-    """No entry has them. Some load, and end the process later; without that for the question which
-    vectors the CPU has, code is made for none."""
+@pytest.fixture
+def without_entries(folder, tmp_path):
+    """A copy of the cache in which only Inductor's own folder is left."""
     with lab_of(folder, "NONE"):
-        pass
+        pass  # There is something to copy, also where a test runs alone.
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(next(tmp_path.glob("v*/objects")))
-    libraries = {path: path.stat().st_size for path in tmp_path.glob("v*/inductor/??/*.so")}
+    return tmp_path
+
+
+def test_libraries_that_a_killed_linker_left_are_made_again(without_entries):
+    """No entry has them. Some load, and end the process later; without that for the question which
+    vectors the CPU has, code is made for none."""
+    libraries = {path: path.stat().st_size for path in without_entries.glob("v*/inductor/??/*.so")}
     # Named as the library about vectors is, which this process may have made in another folder.
     about_vectors = next(iter(libraries)).with_name("cvectors.so")
     shutil.copyfile(next(iter(libraries)), about_vectors)
@@ -251,7 +257,7 @@ def test_libraries_that_a_killed_linker_left_are_made_again(folder, tmp_path):
     for part, (path, size) in zip(cycle((0.1, 0.999, 0)), libraries.items(), strict=False):
         os.truncate(path, int(size * part))
     forget_in_memory()
-    with lab_of(tmp_path, "NONE") as lab:
+    with lab_of(without_entries, "NONE") as lab:
         lab.step(3, 2)
         assert set(missed(lab)) == {CacheMiss.ABSENT}
     # Those that were asked for; with a longer path in them.
@@ -261,12 +267,8 @@ def test_libraries_that_a_killed_linker_left_are_made_again(folder, tmp_path):
     assert all(path.stat().st_size >= libraries[path] for path in made_again)
 
 
-def test_library_that_another_process_is_linking_is_waited_for(folder, tmp_path, monkeypatch):
-    with lab_of(folder, "NONE"):
-        pass
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(next(tmp_path.glob("v*/objects")))
-    path = next(tmp_path.glob("v*/inductor/??/*.main.so"))
+def test_library_that_another_process_is_linking_is_waited_for(without_entries, monkeypatch):
+    path = next(without_entries.glob("v*/inductor/??/*.main.so"))
     lock = path.parent.parent / "locks" / path.name.replace(".main.so", ".lock")
     assert lock.exists()  # Inductor's.
     whole, waited_for = path.read_bytes(), []
@@ -280,7 +282,7 @@ def test_library_that_another_process_is_linking_is_waited_for(folder, tmp_path,
     os.truncate(path, 100)
     monkeypatch.setattr(torch_api, "FileLock", Waits)
     forget_in_memory()
-    with lab_of(tmp_path, "NONE") as lab:
+    with lab_of(without_entries, "NONE") as lab:
         lab.step(3, 2)
     assert waited_for == [str(lock)]
     assert path.read_bytes() == whole

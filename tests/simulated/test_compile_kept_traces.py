@@ -159,19 +159,21 @@ def kept(folder, tmp_path):
 @pytest.fixture
 def linked(folder, tmp_path):
     """An empty cache, but that Inductor finds in its folder what it linked for ``Model``."""
-    place = tmp_path / "cache"
-    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
-    return place
+    return with_libraries_of(folder, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
 def backed(folder, tmp_path_factory):
     """With the traces of ``Model`` for backed sizes."""
-    place = tmp_path_factory.mktemp("cache")
-    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
+    place = with_libraries_of(folder, tmp_path_factory.mktemp("cache"))
     with lab_of(place, options={"dynamic_shapes": "backed"}) as lab:
         assert not compiled(lab)[0]
         require_right(lab)
+    return place
+
+
+def with_libraries_of(folder, place):
+    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
     return place
 
 
