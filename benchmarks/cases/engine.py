@@ -52,7 +52,7 @@ from graphrt_llm.models import CausalLM, ModelConfig
 
 NUM_PROMPT, SHORT, LONG = 128, 16, 144
 BLOCKS = 9
-COMPILED_BLOCKS = 5
+COMPILED_BLOCKS = 15
 PREFILLS = (512, 2048)
 FEW_REQS = (1, 16)
 """In float32, whose attention has no fast kernel: 64 and 200 requests take minutes."""
