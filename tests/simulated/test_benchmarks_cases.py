@@ -472,7 +472,8 @@ def test_compiled_steps_are_of_the_dtype_that_the_case_names(
         rows = {item.metric: item for item in case.run()}
     assert list(rows) == ["G2-compiled-float32-1", "G2-compiled-float32-prefill-16"]
     assert all(item.config["pieces"] == 2 * TINY.num_layers + 1 for item in rows.values())
-    assert asked == [(None, "float32"), (3, "float32")]
+    assert asked == [(level, "float32") for level in (None, 3, 3, None)]
+    assert all(len(found) == 2 for item in rows.values() for found in item.samples.values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
