@@ -1361,6 +1361,13 @@ MUTANTS = [
         "simulated/test_compile_inductor.py",
     ),
     Mutant(
+        "start with a kept trace imports torch's export",
+        "graphrt/compile/torch_api.py",
+        "lambda: files):",
+        "symbolic_shapes.uninteresting_files):",
+        "simulated/test_compile_inductor.py",
+    ),
+    Mutant(
         "two threads load kept code at once",
         "graphrt/compile/backends.py",
         "with compile_lock, compiling(",

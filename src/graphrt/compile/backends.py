@@ -154,14 +154,17 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
                 do="use dynamic_shapes='auto' or 'backed', or cut it out (splitting_ops, level 3)",
             ) from error
         lines = str(error).strip().splitlines() or [""]
-        needs_compiler = "C++ compiler" in str(error)
+        do = "use another backend; backend='eager' compiles nothing"
+        if "C++ compiler" in str(error):
+            do = "install a C++ compiler (g++), or use backend='eager'"
+        elif backend == "inductor" and isinstance(denied, UnicodeDecodeError):
+            # torch 2.11 to 2.13 open some without to say that they are UTF-8.
+            do = "set PYTHONUTF8=1: Inductor reads its own files in the encoding of the locale"
         raise BackendError(
             f"{backend}, compiling {piece}",
             expected="compiled code",
             found=f"{type(error).__name__}: {lines[0]}",
-            do="install a C++ compiler (g++), or use backend='eager'"
-            if needs_compiler
-            else "use another backend; backend='eager' compiles nothing",
+            do=do,
         ) from error
 
 

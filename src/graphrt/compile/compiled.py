@@ -414,21 +414,22 @@ class Compiled:
             trace = self._found(place, given)
             if trace is None:
                 return None
-            graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
-            kept_traces.name_modules(trace, root)
-            entered = partial(kept_traces.function_of, trace, root)
-            traced = TracedCall(graph, fresh, entered, given)
-            self._why_traced = (
-                kept_traces.change(trace, audit)
-                or kept_traces.guarded(trace, root, contract, audit)
-                or fake_runs.difference(trace.calls, traced, root)
-            )
+            with torch_api.without_importing_export():
+                graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
+                kept_traces.name_modules(trace, root)
+                entered = partial(kept_traces.function_of, trace, root)
+                traced = TracedCall(graph, fresh, entered, given)
+                self._why_traced = (
+                    kept_traces.change(trace, audit)
+                    or kept_traces.guarded(trace, root, contract, audit)
+                    or fake_runs.difference(trace.calls, traced, root)
+                )
             if self._why_traced:
                 return None
 
             def first(*inputs: Any) -> Any:
                 self._setup.dump.graph("dynamo.py", graph)
-                with tracing(TracingContext(fresh.mode)):
+                with tracing(TracingContext(fresh.mode)), torch_api.without_importing_export():
                     run = torch_api.uncompiled(found.compiled(graph, inputs, ()))
                 root.__globals__[trace.entry] = run
                 return run(*inputs)

@@ -75,6 +75,7 @@ _KEYS_OF_OTHERS = ("CPU", "CUDA", "AutocastCPU", "AutocastCUDA")
 _KEYS_OF_GRADIENTS = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _tracing = threading.RLock()
 """Held while a model is traced, or runs as if it were."""
+_FOLDER_OF_TORCH = str(Path(torch.__file__).parent) + os.sep
 _LITTLE_ENDIAN_ELF_OF_64_BITS = b"\x7fELF\x02\x01"
 _LONG_FLUSH = 256 * 2**20
 """Bytes; an H200 fills them in 70 us."""
@@ -330,6 +331,22 @@ def as_if_traced() -> Iterator[None]:
         for kind, dtype, is_on in casts:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, is_on)
+
+
+class _FilesOfTorch:
+    """What ``symbolic_shapes.uninteresting_files`` lists, and the rest of torch's."""
+
+    def __contains__(self, file: str) -> bool:
+        return file.startswith(_FOLDER_OF_TORCH)
+
+
+@contextmanager
+def without_importing_export() -> Iterator[None]:
+    """While entered, torch makes symbols without importing its export, to know that no line of
+    that is the user's: 320 modules. Not while another thread traces."""
+    files = _FilesOfTorch()
+    with _tracing, _replaced(symbolic_shapes, "uninteresting_files", lambda: files):
+        yield
 
 
 def is_told_not_to(error: RuntimeError) -> bool:
