@@ -83,7 +83,6 @@ class BlackBox:
     """Any backend, called as ``backend(graph, fake inputs)``. Nothing of it is cached."""
 
     keys: Sequence[Mapping[str, object]] = ()
-    versions: Mapping[str, str] = {}
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -181,7 +180,7 @@ class Inductor:
         self._plan = plan
         self._index = f"{plan.compute_hash()}/rank_{rank}"
         self._cache: CompileCache | None = None
-        self.versions: Mapping[str, str] = {}
+        self._versions: Mapping[str, str] = {}
         """Of torch and others, once ``cache`` was asked for."""
         self.keys: Sequence[Mapping[str, object]] = ()
 
@@ -246,14 +245,14 @@ class Inductor:
             return None
         if self._cache is None:
             self._cache = CompileCache(root)
-            self.versions = torch_api.versions(self._cache)
-            self._cache.torch = key_of(self.versions)
+            self._versions = torch_api.versions(self._cache)
+            self._cache.torch = key_of(self._versions)
         return self._cache
 
     def _key_of(self, job: Job, cache: CompileCache) -> str:
         devices = {one.device for one in tensors_of(job.inputs)}
         factors = {
-            "torch": self.versions,
+            "torch": self._versions,
             "device": device_text(devices),
             "structure": job.structure,
             "sizes": (*job.sizes, job.bounds),

@@ -98,8 +98,6 @@ class CompileCache:
 
     def write(self, key: str, payload: bytes, about: Mapping[str, Any]) -> bool:
         """Put an entry in place at once. False, with one warning, where the folder takes none."""
-        if self._is_read_only:
-            return False
         header = {
             "schema": SCHEMA,
             "torch": self.torch,
@@ -113,11 +111,12 @@ class CompileCache:
 
     def write_index(self, place: str, keys: Sequence[Mapping[str, object]]) -> None:
         """Say at ``place`` which entries a plan uses. For people: nothing reads it."""
-        if not self._is_read_only:
-            path = self._folder / "plans" / place / "index.json"
-            self._put(path, json.dumps(keys, indent=1).encode() + b"\n")
+        path = self._folder / "plans" / place / "index.json"
+        self._put(path, json.dumps(keys, indent=1).encode() + b"\n")
 
     def _put(self, path: Path, data: bytes) -> bool:
+        if self._is_read_only:
+            return False
         try:
             self.prepare()
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -195,11 +195,12 @@ class Compilation:
         setup.dump.pieces(pieces)
         effects.refuse_open_contexts(graph, ops, is_opaque)
         if is_opaque:
-            effects.refuse_shared_writes(pieces)
-            effects.refuse_unresolved(pieces)
             for piece in _captured(pieces):
+                effects.refuse_views_of_written(piece)
+                effects.refuse_unresolved(piece)
                 for readers in (setup.attention, *([ops] if by_inductor else [])):
                     effects.refuse_hidden_reads(piece, readers)
+            effects.refuse_shared_writes(pieces)
         if by_inductor:
             refuse_other_devices(graph)
             self._cuts = Cuts(graph, ops, setup.wrap, pieces[0].structure)

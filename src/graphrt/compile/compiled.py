@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,13 +14,12 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
-from graphrt.compile import effects, fake_runs, kept_graphs, kept_traces, splitter, torch_api
+from graphrt.compile import effects, fake_runs, kept_traces, splitter, torch_api
 from graphrt.compile.backends import BlackBox, Inductor, device_text
 from graphrt.compile.cache import CompileCache, key_of
 from graphrt.compile.compilation import Compilation, CompileReport, Setup
 from graphrt.compile.dump import Dump
 from graphrt.compile.failures import OF_TRACING, translated
-from graphrt.compile.fake_runs import TracedCall
 from graphrt.compile.guards import Audit, Contract, Given, argument_name
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.kept_traces import KeptTrace
@@ -100,7 +99,7 @@ class Compiled:
         """Of the trace that is made."""
         self._rank = rank
         self._is_trying = False
-        """Whether the next trace is to be a kept one or none."""
+        """Whether the trace that is made is to be a kept one or none."""
         self._why_traced = ""
         self.is_audit_due = False
         """Whether the next call is to compare what the trace read."""
@@ -121,11 +120,7 @@ class Compiled:
         may_choose = is_auto and not self.is_backed and not self._traces
         if may_choose and self._is_kept_backed(varying):
             self._choose_backed("as in the trace that was kept")
-            self._is_trying = True
-            try:
-                self._trace(run, varying)
-            finally:
-                self._is_trying = False
+            self._trace(run, varying, is_trying=True)
             if self._traces:
                 return
             self.is_backed, self._notes = False, ()
@@ -185,7 +180,7 @@ class Compiled:
         ):
             return None
         factors = {
-            "torch": self._setup.compiler.versions,
+            "torch": cache.torch,
             "dynamo": torch_api.options_of_traces(),
             "plan": plan.compute_hash(),
             "model": self._identity,
@@ -203,14 +198,16 @@ class Compiled:
             return kept_traces.target_of(self.runnable)
         return None
 
-    def _trace(self, run: Callable[[], object], varying: Varying) -> None:
+    def _trace(
+        self, run: Callable[[], object], varying: Varying, *, is_trying: bool = False
+    ) -> None:
         self._ones = _axes_of_one(varying) if self.is_backed else _NO_AXES
         if self._ones in self._traces:
             raise _again("a second call of trace")
         varying = [one for one in varying if one[2] not in self._ones]
         if self.is_backed:
             _refuse_equal_sizes(varying)
-        self._varying = varying
+        self._varying, self._is_trying = varying, is_trying
         try:
             run()
         finally:
@@ -415,10 +412,7 @@ class Compiled:
             if trace is None:
                 return None
             with torch_api.without_importing_export():
-                graph, fresh = kept_graphs.from_bytes(trace.graph, is_backed=self.is_backed)
-                kept_traces.name_modules(trace, root)
-                entered = partial(kept_traces.function_of, trace, root)
-                traced = TracedCall(graph, fresh, entered, given)
+                traced = kept_traces.traced_call(trace, root, given, is_backed=self.is_backed)
                 self._why_traced = (
                     kept_traces.change(trace, audit)
                     or kept_traces.guarded(trace, root, contract, audit)
@@ -428,13 +422,14 @@ class Compiled:
                 return None
 
             def first(*inputs: Any) -> Any:
-                self._setup.dump.graph("dynamo.py", graph)
-                with tracing(TracingContext(fresh.mode)), torch_api.without_importing_export():
-                    run = torch_api.uncompiled(found.compiled(graph, inputs, ()))
+                self._setup.dump.graph("dynamo.py", traced.graph)
+                mode = traced.fresh.mode
+                with tracing(TracingContext(mode)), torch_api.without_importing_export():
+                    run = torch.compiler.disable(found.compiled(traced.graph, inputs, ()))
                 root.__globals__[trace.entry] = run
                 return run(*inputs)
 
-            function = entered(first)
+            function = traced.function_of(first)
             outputs = function(*given.args, **given.kwargs)
         except GraphrtError:
             raise

@@ -89,15 +89,8 @@ def _like(result: Any, given: Mapping[int, int], args: Sequence[Any]) -> Any:
 
 
 def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
-    """Errors: ``CompileError`` where a piece writes what two results of a compiled one share, or
-    a compiled one what it takes twice, as views of one memory.
-
-    A compiler keeps what its code returns, not which of it lies in one memory, and takes arguments
-    for memory of their own.
-    """
-    for piece in pieces:
-        if piece.kind == "captured":
-            _refuse_views_of_written(piece)
+    """Errors: ``CompileError`` where a piece writes what two results of a compiled one share: a
+    compiler keeps what its code returns, not which of it lies in one memory."""
     shared: dict[int, str] = {}
     for piece in pieces:
         writes = [(node, value) for node in piece.nodes for value in written_by(node)]
@@ -119,24 +112,25 @@ def refuse_shared_writes(pieces: Sequence[Piece]) -> None:
                     shared[storage] = piece.name
 
 
-def refuse_unresolved(pieces: Sequence[Piece]) -> None:
+def refuse_unresolved(piece: Piece) -> None:
     """Errors: ``CompileError`` for a tensor that compiled code takes or returns and that is to be
     conjugated, or negated, when it is read: compilers make code for the memory as it is."""
-    for piece in [one for one in pieces if one.kind == "captured"]:
-        for node in (*piece.inputs, *piece.outputs):
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-                raise CompileError(
-                    f"{node.name} of {piece.name}",
-                    expected="a tensor whose memory holds its values, where compiled code begins "
-                    "and ends",
-                    found="one that torch conjugates or negates when it is read",
-                    do="call resolve_conj() and resolve_neg() on it, or use backend='eager'",
-                    source=line_of(node),
-                )
+    for node in (*piece.inputs, *piece.outputs):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+            raise CompileError(
+                f"{node.name} of {piece.name}",
+                expected="a tensor whose memory holds its values, where compiled code begins and "
+                "ends",
+                found="one that torch conjugates or negates when it is read",
+                do="call resolve_conj() and resolve_neg() on it, or use backend='eager'",
+                source=line_of(node),
+            )
 
 
-def _refuse_views_of_written(piece: Piece) -> None:
+def refuse_views_of_written(piece: Piece) -> None:
+    """Errors: ``CompileError`` where compiled code writes what it takes twice, as views of one
+    memory: a compiler takes arguments for memory of their own."""
     written = {storage_of(value): node for node in piece.nodes for value in written_by(node)}
     for first, second in combinations(piece.inputs, 2):
         storage = storage_of(first)

@@ -53,16 +53,15 @@ def translated(error: Exception, branch: str = "") -> GraphrtError:
     at = f" at {source.with_text}" if source else ""
     first, _, rest = str(error).partition("\n")
     if "_refuse_to_cut" in rest:
-        stop = BreakError(
+        return BreakError(
             f"break point{at}",
             expected="no break point in what is traced: level 3 cuts it at splitting ops, level 2 "
             "nowhere",
             found="one that the trace reached",
             do="register the function as an operator, which level 3 cuts at where splitting_ops "
             "names it, or use level 0",
+            source=str(source),
         )
-        stop.source = str(source)
-        return stop
     is_value_asked = isinstance(error, exc.UserError | GuardOnDataDependentSymNode)
     if is_value_asked and "data-dependent expression" in first:
         told = first.partition("data-dependent expression ")[2]

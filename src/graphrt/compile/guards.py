@@ -92,7 +92,8 @@ class Contract:
         named = {"args": args, "kwargs": kwargs}
         self.scope: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda _: None, named)
         """Where expressions about the arguments that are objects find these."""
-        self.compared = frozenset(_parts_of_paths(path for path, _ in paths)) - {
+        parts = {_expression(path[:end]) for path, _ in paths for end in range(2, len(path) + 1)}
+        self.compared = frozenset({"args", "kwargs", *parts}) - {
             _expression(path) for path, leaf in paths if not isinstance(leaf, (torch.Tensor, *HOST))
         }
         """Expressions of what ``check`` compares: all but what is in such objects."""
@@ -211,12 +212,6 @@ def _breach(what: str, expected: str, found: str) -> ContractError:
 def _expression(path: Sequence[Any]) -> str:
     """Of a part of the arguments, as torch's guards name it."""
     return ("args", "kwargs")[path[0].idx] + pytree.keystr(tuple(path[1:]))
-
-
-def _parts_of_paths(paths: Iterable[Sequence[Any]]) -> Iterator[str]:
-    yield from ("args", "kwargs")
-    for path in paths:
-        yield from (_expression(path[:end]) for end in range(2, len(path) + 1))
 
 
 def argument_name(path: Sequence[Any]) -> str:

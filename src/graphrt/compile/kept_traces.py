@@ -89,25 +89,26 @@ def to_bytes(
         _arguments(contract),
         Calls((), (), {}),
     )
-    name_modules(kept, root)
-    read_back, fresh = kept_graphs.from_bytes(graph, is_backed=is_backed)
-    entered = partial(function_of, kept, root)
-    calls = fake_runs.calls_of(TracedCall(read_back, fresh, entered, given))
+    calls = fake_runs.calls_of(traced_call(kept, root, given, is_backed=is_backed))
     return pickle.dumps(kept._replace(calls=calls))
 
 
-def function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) -> FunctionType:
-    """What Dynamo made of ``root``, whose globals are as for ``name_modules``; calls ``run`` with
-    the inputs of the graph."""
+def traced_call(
+    kept: KeptTrace, root: FunctionType, given: Given, *, is_backed: bool
+) -> TracedCall:
+    """A call of ``root``, which gets the modules that the kept code, and expressions of its guards,
+    name; and the kept graph of such a call."""
+    for name, module in kept.modules.items():
+        root.__globals__[name] = import_module(module) if module else vars(builtins)
+    graph, fresh = kept_graphs.from_bytes(kept.graph, is_backed=is_backed)
+    return TracedCall(graph, fresh, partial(_function_of, kept, root), given)
+
+
+def _function_of(kept: KeptTrace, root: FunctionType, run: Callable[..., Any]) -> FunctionType:
+    """What Dynamo made of ``root``; calls ``run`` with the inputs of the graph."""
     scope = root.__globals__
     scope[kept.entry] = run
     return FunctionType(marshal.loads(kept.code), scope, "root", None, root.__closure__)
-
-
-def name_modules(kept: KeptTrace, root: FunctionType) -> None:
-    """Let ``root`` have the modules that the kept code, and expressions of its guards, name."""
-    for name, module in kept.modules.items():
-        root.__globals__[name] = import_module(module) if module else vars(builtins)
 
 
 def change(kept: KeptTrace, audit: Audit) -> str:
@@ -127,8 +128,7 @@ def _value_of(guard: GuardParts, audit: Audit) -> object:
 def guarded(kept: KeptTrace, root: FunctionType, contract: Contract, audit: Audit) -> str:
     """Let ``audit`` compare what the trace read with what stands there now. Returns what differs
     already: also of the arguments, as ``contract`` has them; "" if nothing does."""
-    made = [one for one in kept.guards if one.made_of is not None]
-    audit.guards = torch_api.guards_of(root, audit.scope, made, kept.ordered)
+    audit.guards = torch_api.guards_of(root, audit.scope, kept.guards, kept.ordered)
     if not audit.guards.check(audit.scope):
         return " ".join(audit.guards.check_verbose(audit.scope).verbose_code_parts)
     return _first_other(kept.arguments, _arguments(contract))

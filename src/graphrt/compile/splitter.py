@@ -254,7 +254,7 @@ def cut(
         # Alike ones share one: to make a module takes longer than all else.
         module = modules.get((structure, *lines))
         if module is None:
-            module = _module_of(graph, extract(nodes, inputs, outputs, called))
+            module = extract(graph, nodes, inputs, outputs, called)
             modules[structure, *lines] = module
         pieces.append(
             Piece(
@@ -269,14 +269,6 @@ def cut(
             )
         )
     return pieces, tuple(name for name in ops.names if name not in matched)
-
-
-def _module_of(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    module = fx.GraphModule(owner, graph)
-    lines = torch_api.nodes_by_line(module)
-    # For errors about what its code does.
-    setattr(module, TRACED_LINES, {line: source_of(node) for line, node in lines.items()})
-    return module
 
 
 def stitch(
@@ -353,13 +345,14 @@ def _is_trivial(nodes: Sequence[fx.Node]) -> bool:
 
 
 def extract(
+    owner: fx.GraphModule,
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     called: Mapping[fx.Node, Any],
-) -> fx.Graph:
-    """A graph of ``nodes``, which always returns a tuple. ``called``: what to call instead of what
-    a node calls."""
+) -> fx.GraphModule:
+    """A graph of ``nodes`` of ``owner``, which always returns a tuple. ``called``: what to call
+    instead of what a node calls."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -370,7 +363,11 @@ def extract(
         if node in called:
             copies[node].op, copies[node].target = "call_function", called[node]
     piece.output(tuple(copies[node] for node in outputs))
-    return piece
+    module = fx.GraphModule(owner, piece)
+    lines = torch_api.nodes_by_line(module)
+    # For errors about what its code does.
+    setattr(module, TRACED_LINES, {line: source_of(node) for line, node in lines.items()})
+    return module
 
 
 def operator_of(node: fx.Node) -> str:

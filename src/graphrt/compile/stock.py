@@ -91,7 +91,7 @@ class Stock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch_api.is_recorded():
             # Dynamo would run it so too, and never compile again any code that it meets here.
-            return torch_api.uncompiled(self.runnable)(*args, **kwargs)
+            return torch.compiler.disable(self.runnable)(*args, **kwargs)
         try:
             return self._entry(*args, **kwargs)
         except OF_TRACING as error:

@@ -106,11 +106,6 @@ def is_recorded() -> bool:
     return bool(_get_current_dispatch_mode_stack())
 
 
-def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, of which Dynamo compiles nothing."""
-    return torch._dynamo.disable(call)  # type: ignore[no-any-return]
-
-
 class GuardParts(NamedTuple):
     """A guard, for another process."""
 
@@ -199,9 +194,9 @@ def traced(
         # A fresh dict for each: torch.compile takes entries out of it.
         options={"guard_filter_fn": choose},
     )
-    options = {"skip_nnmodule_hook_guards": False} if guards_hooks else {}
-    if hasattr(dynamo_config, "run_gc_after_compile"):
-        options["run_gc_after_compile"] = False  # Captures do, before they begin.
+    options = {"run_gc_after_compile": False}  # Captures do, before they begin.
+    if guards_hooks:
+        options["skip_nnmodule_hook_guards"] = False
     unheard = Logger("graphrt.unheard", CRITICAL + 1)
     try:
         with (
