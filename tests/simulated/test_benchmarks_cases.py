@@ -465,6 +465,7 @@ def test_compiled_steps_are_of_the_dtype_that_the_case_names(
         "SHORT": 1,
         "LONG": 2,
         "COMPILED_BLOCKS": 1,
+        "NUM_BLOCKS": 128,
     }.items():
         monkeypatch.setattr(engine, name, value)
     [case] = [case for case in engine.CASES if case.number == "G2-compiled-float32"]
