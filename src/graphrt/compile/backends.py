@@ -157,7 +157,7 @@ def compiling(backend: str, piece: str, root: Path | None = None) -> Iterator[No
         if "C++ compiler" in str(error):
             do = "install a C++ compiler (g++), or use backend='eager'"
         elif backend == "inductor" and isinstance(denied, UnicodeDecodeError):
-            # torch 2.11 to 2.13 open some without to say that they are UTF-8.
+            # torch 2.11 to 2.13 read some without saying that they are UTF-8.
             do = "set PYTHONUTF8=1: Inductor reads its own files in the encoding of the locale"
         raise BackendError(
             f"{backend}, compiling {piece}",

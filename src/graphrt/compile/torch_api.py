@@ -329,7 +329,7 @@ def as_if_traced() -> Iterator[None]:
 
 
 class _FilesOfTorch:
-    """What ``symbolic_shapes.uninteresting_files`` lists, and the rest of torch's."""
+    """In place of the list that ``symbolic_shapes.uninteresting_files`` makes of some of them."""
 
     def __contains__(self, file: str) -> bool:
         return file.startswith(_FOLDER_OF_TORCH)
@@ -337,8 +337,8 @@ class _FilesOfTorch:
 
 @contextmanager
 def without_importing_export() -> Iterator[None]:
-    """While entered, torch makes symbols without importing its export, to know that no line of
-    that is the user's: 320 modules. Not while another thread traces."""
+    """While entered, torch makes symbols without importing its export: 320 modules, for the name of
+    one file whose lines are not the user's. Not while another thread traces."""
     files = _FilesOfTorch()
     with _tracing, _replaced(symbolic_shapes, "uninteresting_files", lambda: files):
         yield
