@@ -212,7 +212,7 @@ def compiled_over_breaks(dtype: DType = "bfloat16", suffix: str = "") -> Sequenc
             return report
 
     with cuda_device():
-        # Each is made first once, because where memory lies is tenths of a percent of a step.
+        # Each is made first once: neither has the better place in the memory.
         report = measure(list(levels))
         measure(list(reversed(levels)))
     return [
