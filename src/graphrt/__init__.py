@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         RuntimeMode as RuntimeMode,
         UBatchReason as UBatchReason,
     )
-    from graphrt.compile import CustomOp as CustomOp
+    from graphrt.compile import CustomOp as CustomOp, load_compiler as load_compiler
     from graphrt.config import (
         Adjustment as Adjustment,
         AttentionSupport as AttentionSupport,
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
 _MODULES = ("errors", "events", "planner", "report", "ubatch")
 _NAMES_OF_ROOM = {
     "batch": "BatchDescriptor CUDAGraphMode Decision Reason RuntimeMode UBatchReason",
-    "compile": "CustomOp",
+    "compile": "CustomOp load_compiler",
     "config": """
         Adjustment AttentionSupport CompilationConfig Facts Plan RankConfig RankVariables
         RuntimeConfig rank_variables resolve

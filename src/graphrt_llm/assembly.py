@@ -26,6 +26,7 @@ from graphrt import (
     RuntimeConfig,
     agree_least,
     compare,
+    load_compiler,
     make_device,
     rank_variables,
     resolve,
@@ -185,7 +186,7 @@ def assemble(
 
 
 def _load_kernels(model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Run PyTorch's kernels of a prompt, and of the check of its graph, while weights are loaded:
+    """Run PyTorch's kernels of a prompt, and of the check of its graph, beside imports and weights:
     the driver loads a kernel at its first launch, and cuBLAS itself, these in 0.3 s, outside of the
     interpreter's lock."""
     rows = torch.zeros(128, model_config.hidden_size, dtype=dtype, device=device)
@@ -389,6 +390,9 @@ def _load(
     context = config.max_model_len or model_config.max_position_embeddings
     num_positions = context + config.runtime.num_speculative_tokens
     model = CausalLM(model_config, dtype, device.torch_device, group, num_positions)
+    if config.runtime.compilation.level:
+        # Now, because weights need the driver, which loads kernels in other threads until then.
+        load_compiler()
     if model_dir is None:
         random_weights(model, seed=config.seed)
     else:

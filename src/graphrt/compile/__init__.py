@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from graphrt.gc_pause import gc_paused
+
 if TYPE_CHECKING:
     from graphrt.compile.cache import CacheEntry as CacheEntry, CompileCache as CompileCache
     from graphrt.compile.compilation import CompileReport as CompileReport
@@ -38,3 +40,14 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"graphrt.compile.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_compiler() -> None:
+    """Import what levels 1 to 3 need: a second of Python in which the GPU does nothing.
+
+    A ``Runtime`` of such a level does it too. Call this earlier where other threads have work for
+    the GPU or its driver meanwhile. At level 0 it costs time and memory for nothing.
+    """
+    with gc_paused(collects=False, ages=True):
+        for module in _NAMES:
+            import_module(f"graphrt.compile.{module}")
