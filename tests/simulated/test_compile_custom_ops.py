@@ -148,8 +148,20 @@ def test_runtime_refuses_rules_that_it_cannot_keep():
             )
 
 
-def test_custom_ops_load_no_compiler():
-    code = (
-        "import sys; from graphrt.compile import CustomOp; sys.exit('torch._dynamo' in sys.modules)"
+IMPORTS = """
+import sys
+import graphrt
+graphrt.CustomOp, graphrt.Runtime
+print("torch._dynamo" in sys.modules)
+graphrt.load_compiler()
+loaded = {*sys.modules}
+import graphrt.runtime.compiling
+print([name for name in {*sys.modules} - loaded if name.startswith(("torch", "graphrt.compile"))])
+"""
+
+
+def test_custom_ops_load_no_compiler_and_load_compiler_all_of_it():
+    told = subprocess.run(
+        [sys.executable, "-c", IMPORTS], stdout=subprocess.PIPE, text=True, check=True
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert told.stdout.split("\n") == ["False", "[]", ""]

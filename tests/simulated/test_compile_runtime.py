@@ -7,8 +7,6 @@ import linecache
 import os
 import pickle
 import re
-import subprocess
-import sys
 import traceback
 import weakref
 from copy import deepcopy
@@ -1341,23 +1339,3 @@ def test_model_is_freed_after_its_runtime_or_its_failed_trace(level):
     del model
     gc.collect()
     assert freed() is None
-
-
-LOADS = """
-import sys
-import graphrt
-from graphrt_llm import EngineConfig, LLMEngine
-
-config = graphrt.CompilationConfig(level=3, backend="eager")
-engine = EngineConfig(runtime=graphrt.RuntimeConfig(compilation=config), device="simulated")
-assert "torch._dynamo" not in sys.modules
-graphrt.load_compiler()
-loaded = {*sys.modules}
-LLMEngine.tiny(engine).close()
-print([name for name in {*sys.modules} - loaded if name.startswith("graphrt.compile")])
-"""
-
-
-def test_load_compiler_leaves_a_runtime_nothing_of_it_to_import() -> None:
-    told = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, check=True)
-    assert told.stdout == "[]\n"
