@@ -26,8 +26,6 @@ demo: $(DEMO_ENV)
 
 # Two processes, and the tests of a file in one of them, because they share what is slow to make.
 TEST_PROCESSES ?= 2
-# Tests start processes, each of which would compile all modules of src: a second.
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV_ENV)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/pure tests/simulated tests/architecture
