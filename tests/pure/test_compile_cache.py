@@ -191,7 +191,7 @@ def test_entry_of_another_torch_or_device_is_foreign(tmp_path, torch, device, re
 def test_entry_of_another_schema_is_foreign(tmp_path):
     cache, key = one_entry(tmp_path)
     [entry] = cache.entries()
-    data = entry.path.read_bytes().replace(b'"schema": 6', b'"schema": 1', 1)
+    data = entry.path.read_bytes().replace(b'"schema": 7', b'"schema": 1', 1)
     entry.path.write_bytes(data)
     assert cache.read(key) is CacheMiss.FOREIGN_SCHEMA
 
@@ -207,7 +207,7 @@ def test_folder_of_another_user_is_neither_read_nor_written(tmp_path, monkeypatc
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_folder_that_others_may_write_is_neither_read_nor_written(tmp_path, mode):
     cache, key = one_entry(tmp_path)
-    (tmp_path / "v6").chmod(mode)
+    (tmp_path / "v7").chmod(mode)
     assert cache.read(key) is CacheMiss.LOAD_FAILED
     with pytest.warns(ConfigWarning, match="others may write"):
         assert not cache.write(key, b"new", ABOUT)
@@ -270,15 +270,15 @@ def test_prune_removes_what_a_killed_writer_left_after_a_day(tmp_path):
     before = set(tmp_path.rglob("*"))
     done = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)])
     assert done.returncode == 9
-    (tmp_path / "v6" / "inductor-abc" / "held").mkdir(parents=True)
-    left = {path for path in tmp_path.glob("v6/*-*") if path not in before}
+    (tmp_path / "v7" / "inductor-abc" / "held").mkdir(parents=True)
+    left = {path for path in tmp_path.glob("v7/*-*") if path not in before}
     assert len(left) == 2
     assert not cache.prune(older_than=3600)
     assert all(path.exists() for path in left), "a process may be using them"
     for path in left:
         os.utime(path, (1, 1))
     assert not cache.prune(older_than=3600)
-    assert set(tmp_path.rglob("*")) - {tmp_path / "v6" / "objects" / "aa"} == before
+    assert set(tmp_path.rglob("*")) - {tmp_path / "v7" / "objects" / "aa"} == before
     assert cache.read(key) == b"code"
 
 
@@ -302,7 +302,7 @@ def test_file_in_place_of_the_folder_is_one_warning(tmp_path):
 
 def test_folder_is_for_its_owner_alone(tmp_path):
     one_entry(tmp_path)
-    assert (tmp_path / "v6").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "v7").stat().st_mode & 0o077 == 0
 
 
 def run(capsys, *words):
@@ -330,11 +330,11 @@ def test_cache_command_lists_measures_verifies_and_prunes(tmp_path, capsys):
     assert run(capsys, "prune", *where, "--max-mib", "inf")[0] == 0
     code, out = run(capsys, "prune", *where, "--older-than-days", "1", "--json")
     assert (code, len(json.loads(out)["removed"]), json.loads(out)["num_entries"]) == (0, 1, 1)
-    (tmp_path / "v6" / "inductor").mkdir()
+    (tmp_path / "v7" / "inductor").mkdir()
     code, out = run(capsys, "prune", *where, "--max-mib", "0")
     assert code == 0
     assert not list(cache.entries())
-    assert not (tmp_path / "v6" / "inductor").exists()
+    assert not (tmp_path / "v7" / "inductor").exists()
 
 
 @pytest.mark.parametrize("words", [("prune",), ("list", "--max-mib", "3")])

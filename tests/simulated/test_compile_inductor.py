@@ -184,7 +184,7 @@ def test_code_for_a_cpu_with_other_instructions_is_not_found(folder, monkeypatch
     [
         (lambda data: data[:-100], CacheMiss.CORRUPT),
         (lambda data: data[:-7] + bytes([data[-7] ^ 4]) + data[-6:], CacheMiss.CORRUPT),
-        (lambda data: data.replace(b'"schema": 6', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
+        (lambda data: data.replace(b'"schema": 7', b'"schema": 0', 1), CacheMiss.FOREIGN_SCHEMA),
         (lambda data: data.replace(b'"torch": "', b'"torch": "0', 1), CacheMiss.FOREIGN_TORCH),
         (lambda data: data.replace(b'"device": "', b'"device": "0', 1), CacheMiss.FOREIGN_DEVICE),
     ],
@@ -436,7 +436,7 @@ def test_start_with_kept_code_imports_nothing_that_makes_code(folder):
 def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     expected = pieces_and_sum(folder)
     # Inductor's own caches alone, so that the pieces need no C++ compiler once more.
-    shutil.copytree(folder / "v6" / "inductor", tmp_path / "v6" / "inductor")
+    shutil.copytree(folder / "v7" / "inductor", tmp_path / "v7" / "inductor")
     program = textwrap.dedent(
         f"""
         import gc, os, sys
@@ -455,7 +455,7 @@ def test_processes_that_start_at_once_both_end_right(folder, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(expected)] * 2
     # And the hash of torch's source, and the trace.
-    assert len(list(tmp_path.glob("v6/objects/*/*"))) == 5
+    assert len(list(tmp_path.glob("v7/objects/*/*"))) == 5
 
 
 def test_compiled_code_called_directly_in_a_recording_is_refused(folder):

@@ -159,10 +159,10 @@ def test_inductor_folder_that_is_read_only_is_left_alone(tmp_path, monkeypatch):
     x = torch.ones(4, 2)
     one.trace(partial(one, x), [(x, 0, "tokens")])
     assert torch.equal(one(x), x - 1.0)
-    assert not any((tmp_path / "v6" / "inductor").iterdir())
-    [index] = tmp_path.glob("v6/plans/*/rank_3/index.json")
+    assert not any((tmp_path / "v7" / "inductor").iterdir())
+    [index] = tmp_path.glob("v7/plans/*/rank_3/index.json")
     [entry] = json.loads(index.read_text())
-    assert list(tmp_path.glob(f"v6/objects/*/{entry['key']}.bin"))
+    assert list(tmp_path.glob(f"v7/objects/*/{entry['key']}.bin"))
 
 
 def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_folder_removed_while_a_piece_is_compiled_costs_one_more_compilation(tmp
 
     def compile_late(command, cwd):
         if "main.cpp" in str(command) and not removed:
-            removed.append(shutil.rmtree(tmp_path / "v6" / "inductor"))
+            removed.append(shutil.rmtree(tmp_path / "v7" / "inductor"))
         return compiles(command, cwd)
 
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", compile_late)
@@ -265,7 +265,7 @@ class WrappingError(Exception):
 
 @pytest.mark.parametrize(
     ("place", "named"),
-    [("v6/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
+    [("v7/inductor/73", "compilation.cache_dir, or GRAPH"), ("../73", "TORCHINDUCTOR_CACHE_DIR")],
 )
 @pytest.mark.parametrize("wrapping", [WrappingError, lambda error: error])
 def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place, named, wrapping):
@@ -280,7 +280,7 @@ def test_folder_that_inductor_cannot_write_is_named(tmp_path, monkeypatch, place
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None])
 def test_disk_that_is_full_is_named(tmp_path, monkeypatch, error):
-    told = f"C++ compile error\nCommand: g++ {tmp_path}/v6/a.cpp\nld: {os.strerror(errno.ENOSPC)}"
+    told = f"C++ compile error\nCommand: g++ {tmp_path}/v7/a.cpp\nld: {os.strerror(errno.ENOSPC)}"
     fails = mock.Mock(side_effect=error or RuntimeError(told))
     monkeypatch.setattr(torch_api, "compile_by_inductor", fails)
     one = compiled(lambda x: x - 1.0, plan_of(tmp_path, level=2))
@@ -290,7 +290,7 @@ def test_disk_that_is_full_is_named(tmp_path, monkeypatch, error):
 
 
 def test_failure_over_a_read_only_folder_stays_what_it_is(tmp_path, monkeypatch):
-    (tmp_path / "v6" / "inductor").mkdir(parents=True)
+    (tmp_path / "v7" / "inductor").mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "inductor")
     fails = mock.Mock(side_effect=RuntimeError("no such luck"))
     monkeypatch.setattr(torch_api, "compile_by_inductor", fails)

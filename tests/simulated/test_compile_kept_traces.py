@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
+import pickle
 import random
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ import pytest
 import sympy
 import torch
 
-from graphrt.compile import fake_runs, kept_graphs
+from graphrt.compile import fake_runs, kept_graphs, kept_traces
 from graphrt.compile.cache import CompileCache
 from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.ranges import Axis
@@ -173,7 +174,7 @@ def backed(folder, tmp_path_factory):
 
 
 def with_libraries_of(folder, place):
-    shutil.copytree(folder / "v6" / "inductor", place / "v6" / "inductor")
+    shutil.copytree(folder / "v7" / "inductor", place / "v7" / "inductor")
     return place
 
 
@@ -275,7 +276,7 @@ def test_model_that_changed_is_traced_anew_with_a_reason(kept, change):
     with lab_of(kept, model) as lab:
         assert not compiled(lab)[0]
         require_right(lab)
-    with lab_of(kept, model) as lab:  # Which takes the place of the other.
+    with lab_of(kept, model) as lab:
         assert compiled(lab)[0]
         require_right(lab)
 
@@ -286,6 +287,31 @@ def test_reason_names_what_differs(kept):
     with lab_of(kept, model) as lab:
         assert "model.options.scale: builtins.float 3.0, before" in compiled(lab)[1]
         assert f"traced here: {compiled(lab)[1]}" in str(lab.runtime.report())
+
+
+def test_models_that_differ_in_a_constant_have_a_trace_each(kept):
+    other = Model()
+    change_scale(other)
+    with lab_of(kept, other) as lab:
+        assert not compiled(lab)[0]
+    for model in (other, Model()):
+        with lab_of(kept, model) as lab:
+            assert compiled(lab) == (True, "")
+            require_right(lab)
+
+
+def test_entry_has_the_newest_traces_and_one_for_what_was_read():
+    def kept(scale, entry="f"):
+        fields = dict.fromkeys(kept_traces.KeptTrace._fields)
+        trace = kept_traces.KeptTrace(**fields | {"read": {"scale": str(scale)}, "entry": entry})
+        return pickle.dumps(trace)
+
+    entry = []
+    for scale in range(9):
+        entry = pickle.loads(kept_traces.joined(kept(scale), entry))
+        assert entry == [kept(one) for one in range(scale, -1, -1)][: kept_traces.MOST_TRACES]
+    again = kept_traces.joined(kept(7, "g"), [b"cut", *entry])
+    assert pickle.loads(again) == [kept(7, "g"), kept(8), kept(6), kept(5)]
 
 
 @pytest.mark.parametrize(

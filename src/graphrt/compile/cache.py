@@ -23,7 +23,7 @@ from graphrt.config.checked import warn_user
 from graphrt.errors import ConfigWarning
 from graphrt.events import CacheMiss
 
-SCHEMA = 6
+SCHEMA = 7
 _SUFFIX = ".bin"
 _LONGEST_HEADER = 2**16
 _UNFINISHED = "unfinished-"

@@ -374,43 +374,54 @@ class Compiled:
             if found.graph is None:
                 raise NotKeptError(found.why_not_kept)
             root, _ = own_root(self.runnable)
-            payload = kept_traces.to_bytes(
+            made = kept_traces.to_bytes(
                 traced, found.graph, contract, audit, root, given, is_backed=self.is_backed
             )
         except NotKeptError as error:
             self._why_traced = f"not kept: {error}"
         else:
+            payload = kept_traces.joined(made, self._kept(place, given))
             cache.write(key, payload, {"piece": "trace", "sizes": ", ".join(sorted(self._ones))})
 
-    def _found(self, place: tuple[CompileCache, str], given: Given) -> KeptTrace | None:
-        """The trace that was kept of such calls."""
+    def _kept(self, place: tuple[CompileCache, str], given: Given) -> list[bytes]:
+        """The traces that were kept of such calls, the newest first."""
         cache, key = place
         devices = {one.device for one in tensors_of((given.args, given.kwargs))}
         cache.device = cache.device or device_text(devices)
         if not cache.has(key):
-            return None
+            return []
         found = cache.read(key)
         if not isinstance(found, bytes):
             self._why_traced = f"cache: {found.name}"
-            return None
-        trace: KeptTrace = pickle.loads(found)  # Code, from a folder of this user's.
-        return trace
+            return []
+        try:
+            traces: list[bytes] = [*pickle.loads(found)]  # Code, from a folder of this user's.
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is traced again
+            self._why_traced = f"{type(error).__name__}: {error}"
+            return []
+        return traces
 
     def _call_kept(
         self, place: tuple[CompileCache, str] | None, given: Given, contract: Contract
     ) -> tuple[Any] | None:
         """What the call returns, made with a kept trace. None if there is none of this model."""
-        if place is None:
-            return None
+        why = ""  # That of the newest.
+        for kept in [] if place is None else self._kept(place, given):
+            called = self._call_with(kept, given, contract)
+            if called is not None:
+                return called
+            why = why or self._why_traced
+        self._why_traced = why or self._why_traced
+        return None
+
+    def _call_with(self, kept: bytes, given: Given, contract: Contract) -> tuple[Any] | None:
         root, scope = own_root(self.runnable)
         audit = Audit(scope, root.__globals__, contract, at_calls=False)
         found = Compilation(
             self._setup, given.axes, audit, is_backed=self.is_backed, is_written=False
         )
         try:
-            trace = self._found(place, given)
-            if trace is None:
-                return None
+            trace: KeptTrace = pickle.loads(kept)
             with torch_api.without_importing_export():
                 traced = kept_traces.traced_call(trace, root, given, is_backed=self.is_backed)
                 self._why_traced = (

@@ -12,13 +12,14 @@ import marshal
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -29,6 +30,9 @@ from graphrt.compile.kept_graphs import NotKeptError
 from graphrt.compile.torch_api import GuardParts, Traced
 from graphrt.externals.places import module_of
 from graphrt.source import IMPORTED_AT
+
+MOST_TRACES = 4
+"""Kept of models that are alike in classes and shapes, but not in constants, or in their code."""
 
 
 class KeptTrace(NamedTuple):
@@ -91,6 +95,20 @@ def to_bytes(
     )
     calls = fake_runs.calls_of(traced_call(kept, root, given, is_backed=is_backed))
     return pickle.dumps(kept._replace(calls=calls))
+
+
+def joined(made: bytes, earlier: Sequence[bytes]) -> bytes:
+    """An entry of the cache: ``made``, and those of ``earlier`` that read something else: one that
+    read the same was refused just now."""
+    read = _read_by(made)
+    others = [one for one in earlier if _read_by(one) not in (read, None)]
+    return pickle.dumps([made, *others][:MOST_TRACES])
+
+
+def _read_by(kept: bytes) -> Mapping[str, str] | None:
+    with suppress(Exception):  # What it names may be gone.
+        return cast(KeptTrace, pickle.loads(kept)).read
+    return None
 
 
 def traced_call(
