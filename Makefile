@@ -13,12 +13,19 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"graphrt needs Python >= 3.11; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
+# pip itself makes bytecode in one process, which is half of its time. What this Python cannot read
+# (torch has a file for newer ones) fails where it is imported, as after pip.
+define install
+$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(1)]'
+@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
+
 $(DEMO_ENV): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[llm]'
+	$(call install,llm)
 	@touch $@
 
 $(DEV_ENV): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(call install,dev)
 	@touch $@ $(DEMO_ENV)
 
 demo: $(DEMO_ENV)
