@@ -583,8 +583,9 @@ def compiled_starts() -> Sequence[Row]:
         pass  # nvcc builds the attention library's kernels, which belong to none of these starts.
     gc.collect()
     torch.cuda.empty_cache()
+    in_turns = ("cold", *["warm"] * WARM_STARTS)
     # The first start of all writes the bytecode of the imports, and counts for nothing.
-    for arms in (("imports",), *[("cold", *["warm"] * WARM_STARTS)] * 2):
+    for arms in (("imports",), in_turns, in_turns):
         with tempfile.TemporaryDirectory() as folder:
             caches = {"GRAPHRT_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             for arm in arms:

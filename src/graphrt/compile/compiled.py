@@ -405,13 +405,16 @@ class Compiled:
         self, place: tuple[CompileCache, str] | None, given: Given, contract: Contract
     ) -> tuple[Any] | None:
         """What the call returns, made with a kept trace. None if there is none of this model."""
-        why = ""  # That of the newest.
-        for kept in [] if place is None else self._kept(place, given):
+        if place is None:
+            return None
+        refused = []
+        for kept in self._kept(place, given):
             called = self._call_with(kept, given, contract)
             if called is not None:
                 return called
-            why = why or self._why_traced
-        self._why_traced = why or self._why_traced
+            refused.append(self._why_traced)
+        if refused:
+            self._why_traced = refused[0]  # The newest is the likeliest to be of this model.
         return None
 
     def _call_with(self, kept: bytes, given: Given, contract: Contract) -> tuple[Any] | None:
