@@ -491,10 +491,12 @@ def torch_in(tmp_path, monkeypatch):
     codecache.torch_key.clear()
     yield source, hashed
     codecache.torch_key.clear()
+    torch_api._source_files.cache_clear()
 
 
 def versions_of_another_process(root):
     codecache.torch_key.clear()
+    torch_api._source_files.cache_clear()
     return torch_api.versions(CompileCache(root))
 
 

@@ -209,6 +209,8 @@ def traced(
             # where it asks first.
             _replaced(CheckFunctionManager, "build_guards", build_chosen),
             _replaced(guards, "get_verbose_code_part", lambda code, _: code),
+            # How long the guards take, which is for a log, Dynamo times with emptied CPU caches.
+            _replaced(guards, "profile_guard_manager", lambda *_: 0.0),
             # The line of a branch on a size, of whose path torch leaves out what its own begins
             # with.
             _replaced(symbolic_shapes, "format_frame", _line_of),
@@ -833,7 +835,7 @@ _SOURCE = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES, ".cpp", ".ld")
 def _source_of_torch(kept: CompileCache) -> bytes:
     """A hash of torch's source, which Inductor asks for too. It is kept under size and time of each
     file, because to read them all takes ten times as long as to ask for these."""
-    files = sorted(_files_in(torch.__path__[0]))
+    files = _source_files(torch.__path__[0])
     key = key_of({"torch": torch.__version__, "files": files})
     found = kept.read(key)
     if isinstance(found, bytes) and len(found) == sha256().digest_size:
@@ -843,6 +845,12 @@ def _source_of_torch(kept: CompileCache) -> bytes:
     found = torch_key()
     kept.write(key, found, {"piece": "hash of torch's source"})
     return found
+
+
+@cache
+def _source_files(folder: str) -> list[tuple[str, int, int]]:
+    """Path, size and time of each, as they were when this process first asked."""
+    return sorted(_files_in(folder))
 
 
 def _files_in(folder: str) -> Iterator[tuple[str, int, int]]:
