@@ -28,6 +28,9 @@ def _one_thread() -> Iterator[None]:
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    # pytest listens to each logger that does not propagate, and Dynamo writes a record of all that
+    # it does where somebody listens: a tenth of the time of what compiles.
+    logging.getLogger("torch.__trace").propagate = True
     SimulatedDevice().close()  # It imports what modules below would each have to collect.
     yield
     torch.set_num_threads(before)

@@ -153,14 +153,18 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def kept(folder, tmp_path):
     """A copy, for tests whose start writes."""
-    shutil.copytree(folder, tmp_path / "cache")
-    return tmp_path / "cache"
+    place = tmp_path / "cache"
+    shutil.copytree(folder, place)
+    yield place
+    with_libraries_of(place, folder)
 
 
 @pytest.fixture
 def linked(folder, tmp_path):
-    """An empty cache, but that Inductor finds in its folder what it linked for ``Model``."""
-    return with_libraries_of(folder, tmp_path / "cache")
+    """An empty cache, but that Inductor finds in its folder what it linked for tests before."""
+    place = with_libraries_of(folder, tmp_path / "cache")
+    yield place
+    with_libraries_of(place, folder)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +178,12 @@ def backed(folder, tmp_path_factory):
 
 
 def with_libraries_of(folder, place):
-    shutil.copytree(folder / "v7" / "inductor", place / "v7" / "inductor")
+    def copy(source, target):
+        if not os.path.exists(target):  # A library that is loaded may not be written over.
+            shutil.copy2(source, target)
+
+    source, target = folder / "v7/inductor", place / "v7/inductor"
+    shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
     return place
 
 
@@ -395,7 +404,7 @@ class Telling(torch.nn.Module):
         return Told(torch.sigmoid(x) + ids[:, None], lens * 2)
 
 
-def test_result_whose_contents_nothing_compares_is_not_kept(tmp_path):
+def test_result_whose_contents_nothing_compares_is_not_kept(linked):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -407,7 +416,7 @@ def test_result_whose_contents_nothing_compares_is_not_kept(tmp_path):
 
     for _ in range(2):
         model = Whole()
-        with lab_of(tmp_path, model, compile_part=model.inner) as lab:
+        with lab_of(linked, model, compile_part=model.inner) as lab:
             assert "Told'>, whose contents nothing compares" in compiled(lab)[1]
             require_right(lab)
 
@@ -431,9 +440,9 @@ class Composed(torch.nn.Module):
         return {"rows": x + ids[:, None], "lens": lens * 2}
 
 
-def test_trace_of_modules_that_torch_composes_is_kept(tmp_path):
+def test_trace_of_modules_that_torch_composes_is_kept(linked):
     for is_kept in (False, True):
-        with lab_of(tmp_path, Composed()) as lab:
+        with lab_of(linked, Composed()) as lab:
             assert compiled(lab) == (is_kept, "")
             require_right(lab)
 
@@ -495,11 +504,11 @@ class Tabled(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
 @pytest.mark.parametrize("function", [table, Tables.table, hidden_table])
-def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path, function):
+def test_cached_function_that_is_called_for_the_comparison_forgets_it(linked, function):
     cached = getattr(function, "__wrapped__", function) if function is hidden_table else function
     for is_kept in (False, True):
         cached.cache_clear()
-        with lab_of(tmp_path, Tabled(function)) as lab:
+        with lab_of(linked, Tabled(function)) as lab:
             assert compiled(lab) == (is_kept, "")
             assert cached.cache_info().currsize == 0
             require_right(lab)
@@ -517,27 +526,27 @@ class OfTorch(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_cached_function_in_a_module_of_torch_forgets_the_run(tmp_path, monkeypatch):
+def test_cached_function_in_a_module_of_torch_forgets_the_run(linked, monkeypatch):
     """What walks a model does not enter it, and the heap is frozen, as in servers."""
     table = table_of_torch
     monkeypatch.setattr(torch.random, "table_of_torch", table, raising=False)
     monkeypatch.delitem(globals(), "table_of_torch")
     for is_kept in (False, True):
         table.cache_clear()
-        with lab_of(tmp_path, OfTorch()) as lab:
+        with lab_of(linked, OfTorch()) as lab:
             assert compiled(lab) == (is_kept, "")
             assert table.cache_info().currsize == 0
             require_right(lab)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_cached_function_that_was_called_before_keeps_its_results(tmp_path):
+def test_cached_function_that_was_called_before_keeps_its_results(linked):
     """Its result is a constant there, which no trace has: those call the function."""
     table.cache_clear()
-    with lab_of(tmp_path, Tabled()):
+    with lab_of(linked, Tabled()):
         pass
     before = table(False)
-    with lab_of(tmp_path, Tabled()) as lab:
+    with lab_of(linked, Tabled()) as lab:
         assert "a constant" in compiled(lab)[1]
         assert table(False) is before
         require_right(lab)
@@ -568,7 +577,7 @@ class Served(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler")
-def test_operator_that_a_function_serves_is_compared_by_its_fake(tmp_path):
+def test_operator_that_a_function_serves_is_compared_by_its_fake(linked):
     def stub(x):
         raise NotImplementedError
 
@@ -579,7 +588,7 @@ def test_operator_that_a_function_serves_is_compared_by_its_fake(tmp_path):
         for is_kept in (False, True):
             options = {"splitting_ops": ["kept_traces::served"]}
             impls = {"kept_traces::served": torch.sigmoid}
-            with lab_of(tmp_path, Served(), options, op_impls=impls) as lab:
+            with lab_of(linked, Served(), options, op_impls=impls) as lab:
                 assert compiled(lab) == (is_kept, "")
                 given = values(5, 2, 0)
                 first, second = torch.sigmoid(given["x"] * 4.0).chunk(2, 1)
@@ -662,32 +671,32 @@ def module_of(path, text, age):
     return module
 
 
-def test_text_of_the_traced_code_that_changed_is_traced_anew(tmp_path):
-    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
+def test_text_of_the_traced_code_that_changed_is_traced_anew(linked, tmp_path):
+    path = tmp_path / "kept_small.py"
     old = SOURCE.replace("FACTOR", "2.0")
     for text, is_kept in ((old, False), (old, True), (f"{old}# More.", False)):
         model = module_of(path, text, age=10_000).Small()
-        with lab_of(cache, model) as lab:
+        with lab_of(linked, model) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
 
-def test_text_that_changed_while_the_process_ran_is_not_trusted(tmp_path):
-    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
+def test_text_that_changed_while_the_process_ran_is_not_trusted(linked, tmp_path):
+    path = tmp_path / "kept_small.py"
     text = SOURCE.replace("FACTOR", "2.0")
-    with lab_of(cache, module_of(path, text, age=10_000).Small()) as lab:
+    with lab_of(linked, module_of(path, text, age=10_000).Small()) as lab:
         assert compiled(lab) == (False, "")
     model = module_of(path, text, age=-10).Small()
     for _ in range(2):
-        with lab_of(cache, model) as lab:
+        with lab_of(linked, model) as lab:
             assert "changed after this process began" in compiled(lab)[1]
 
 
-def test_code_of_no_file_is_not_kept(tmp_path):
+def test_code_of_no_file_is_not_kept(linked):
     module = sys.modules["kept_nowhere"] = ModuleType("kept_nowhere")
     exec(SOURCE.replace("FACTOR", "2.0"), vars(module))
     for _ in range(2):
-        with lab_of(tmp_path, module.Small()) as lab:
+        with lab_of(linked, module.Small()) as lab:
             assert compiled(lab) == (False, "not kept: forward, whose code is in no file")
 
 
@@ -718,7 +727,7 @@ class OneAxis(torch.nn.Module):
         return torch.sigmoid(x * 2)
 
 
-def test_part_of_one_axis_of_two_has_backed_sizes(tmp_path):
+def test_part_of_one_axis_of_two_has_backed_sizes(linked):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -730,7 +739,7 @@ def test_part_of_one_axis_of_two_has_backed_sizes(tmp_path):
     for is_kept in (False, True):
         model = Whole()
         options = {"dynamic_shapes": "backed"}
-        with lab_of(tmp_path, model, options, compile_part=model.inner) as lab:
+        with lab_of(linked, model, options, compile_part=model.inner) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
@@ -741,7 +750,13 @@ def test_other_process_takes_the_trace(folder, options):
     program = textwrap.dedent(
         f"""
         import sys
+        from importlib import _bootstrap_external as imports
         from pathlib import Path
+        place_of = imports.cache_from_source
+        # Of libraries the bytecode that there is: without assertions all of torch takes 12 s.
+        imports.cache_from_source = lambda path, *_, **options: place_of(
+            path, optimization="" if "site-packages" in path else None
+        )
         sys.path[:0] = {sys.path!r}
         import torch
         from test_compile_kept_traces import compiled, lab_of, require_right
