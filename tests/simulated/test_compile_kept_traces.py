@@ -44,6 +44,8 @@ pytestmark = [
 ]
 
 SWITCH = "KEPT_TRACES_TEST"
+NO_KERNELS = {"fallback_by_default": True}
+"""Inductor's code calls torch's operators; to compile C++ for each test took half of the time."""
 
 
 @dataclass
@@ -153,43 +155,24 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def kept(folder, tmp_path):
     """A copy, for tests whose start writes."""
-    place = tmp_path / "cache"
-    shutil.copytree(folder, place)
-    yield place
-    with_libraries_of(place, folder)
-
-
-@pytest.fixture
-def linked(folder, tmp_path):
-    """An empty cache, but that Inductor finds in its folder what it linked for tests before."""
-    place = with_libraries_of(folder, tmp_path / "cache")
-    yield place
-    with_libraries_of(place, folder)
+    shutil.copytree(folder, tmp_path / "cache")
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
-def backed(folder, tmp_path_factory):
+def backed(tmp_path_factory):
     """With the traces of ``Model`` for backed sizes."""
-    place = with_libraries_of(folder, tmp_path_factory.mktemp("cache"))
+    place = tmp_path_factory.mktemp("cache")
     with lab_of(place, options={"dynamic_shapes": "backed"}) as lab:
         assert not compiled(lab)[0]
         require_right(lab)
     return place
 
 
-def with_libraries_of(folder, place):
-    def copy(source, target):
-        if not os.path.exists(target):  # A library that is loaded may not be written over.
-            shutil.copy2(source, target)
-
-    source, target = folder / "v7/inductor", place / "v7/inductor"
-    shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
-    return place
-
-
 def lab_of(folder, model=None, options=None, **others):
     asked = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
-    asked |= {"cache_dir": folder, **(options or {})}
+    asked |= {"cache_dir": folder, "inductor_compile_config": NO_KERNELS}
+    asked |= options or {}
     model = Model() if model is None else model
     others = {"may_overwrite": [model.count]} | others if hasattr(model, "count") else others
     return RuntimeLab("NONE", model=model, asked={"compilation": asked}, **others)
@@ -404,7 +387,7 @@ class Telling(torch.nn.Module):
         return Told(torch.sigmoid(x) + ids[:, None], lens * 2)
 
 
-def test_result_whose_contents_nothing_compares_is_not_kept(linked):
+def test_result_whose_contents_nothing_compares_is_not_kept(tmp_path):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -416,7 +399,7 @@ def test_result_whose_contents_nothing_compares_is_not_kept(linked):
 
     for _ in range(2):
         model = Whole()
-        with lab_of(linked, model, compile_part=model.inner) as lab:
+        with lab_of(tmp_path, model, compile_part=model.inner) as lab:
             assert "Told'>, whose contents nothing compares" in compiled(lab)[1]
             require_right(lab)
 
@@ -440,9 +423,9 @@ class Composed(torch.nn.Module):
         return {"rows": x + ids[:, None], "lens": lens * 2}
 
 
-def test_trace_of_modules_that_torch_composes_is_kept(linked):
+def test_trace_of_modules_that_torch_composes_is_kept(tmp_path):
     for is_kept in (False, True):
-        with lab_of(linked, Composed()) as lab:
+        with lab_of(tmp_path, Composed()) as lab:
             assert compiled(lab) == (is_kept, "")
             require_right(lab)
 
@@ -453,7 +436,7 @@ class Doubled(torch.nn.Module):
         return {"rows": rows, "lens": lens * 2}
 
 
-def test_operator_that_returns_another_dtype_is_found(linked):
+def test_operator_that_returns_another_dtype_is_found(tmp_path):
     """Its code is in no file that was traced."""
     for dtype, is_kept in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
         with torch.library._scoped_library("kept_traces", "FRAGMENT") as library:
@@ -461,7 +444,7 @@ def test_operator_that_returns_another_dtype_is_found(linked):
             library.impl("double", lambda x, d=dtype: (x * 2).to(d), "CPU")
             fake = partial(torch.empty_like, dtype=dtype)
             torch.library.register_fake("kept_traces::double", fake, lib=library)
-            with lab_of(linked, Doubled()) as lab:
+            with lab_of(tmp_path, Doubled()) as lab:
                 assert compiled(lab)[0] is is_kept
                 require_right(lab)
 
@@ -504,11 +487,11 @@ class Tabled(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
 @pytest.mark.parametrize("function", [table, Tables.table, hidden_table])
-def test_cached_function_that_is_called_for_the_comparison_forgets_it(linked, function):
+def test_cached_function_that_is_called_for_the_comparison_forgets_it(tmp_path, function):
     cached = getattr(function, "__wrapped__", function) if function is hidden_table else function
     for is_kept in (False, True):
         cached.cache_clear()
-        with lab_of(linked, Tabled(function)) as lab:
+        with lab_of(tmp_path, Tabled(function)) as lab:
             assert compiled(lab) == (is_kept, "")
             assert cached.cache_info().currsize == 0
             require_right(lab)
@@ -526,27 +509,27 @@ class OfTorch(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_cached_function_in_a_module_of_torch_forgets_the_run(linked, monkeypatch):
+def test_cached_function_in_a_module_of_torch_forgets_the_run(tmp_path, monkeypatch):
     """What walks a model does not enter it, and the heap is frozen, as in servers."""
     table = table_of_torch
     monkeypatch.setattr(torch.random, "table_of_torch", table, raising=False)
     monkeypatch.delitem(globals(), "table_of_torch")
     for is_kept in (False, True):
         table.cache_clear()
-        with lab_of(linked, OfTorch()) as lab:
+        with lab_of(tmp_path, OfTorch()) as lab:
             assert compiled(lab) == (is_kept, "")
             assert table.cache_info().currsize == 0
             require_right(lab)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_cached_function_that_was_called_before_keeps_its_results(linked):
+def test_cached_function_that_was_called_before_keeps_its_results(tmp_path):
     """Its result is a constant there, which no trace has: those call the function."""
     table.cache_clear()
-    with lab_of(linked, Tabled()):
+    with lab_of(tmp_path, Tabled()):
         pass
     before = table(False)
-    with lab_of(linked, Tabled()) as lab:
+    with lab_of(tmp_path, Tabled()) as lab:
         assert "a constant" in compiled(lab)[1]
         assert table(False) is before
         require_right(lab)
@@ -577,7 +560,7 @@ class Served(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler")
-def test_operator_that_a_function_serves_is_compared_by_its_fake(linked):
+def test_operator_that_a_function_serves_is_compared_by_its_fake(tmp_path):
     def stub(x):
         raise NotImplementedError
 
@@ -588,7 +571,7 @@ def test_operator_that_a_function_serves_is_compared_by_its_fake(linked):
         for is_kept in (False, True):
             options = {"splitting_ops": ["kept_traces::served"]}
             impls = {"kept_traces::served": torch.sigmoid}
-            with lab_of(linked, Served(), options, op_impls=impls) as lab:
+            with lab_of(tmp_path, Served(), options, op_impls=impls) as lab:
                 assert compiled(lab) == (is_kept, "")
                 given = values(5, 2, 0)
                 first, second = torch.sigmoid(given["x"] * 4.0).chunk(2, 1)
@@ -617,9 +600,9 @@ def test_start_asks_for_examples_of_the_sizes_of_the_trace_alone(kept):
 
 
 @pytest.mark.parametrize("options", [{"guard_policy": "keep"}, {"compile_cache": False}])
-def test_options_that_keep_no_trace(linked, options):
+def test_options_that_keep_no_trace(tmp_path, options):
     for _ in range(2):
-        with lab_of(linked, options=options) as lab:
+        with lab_of(tmp_path, options=options) as lab:
             assert compiled(lab) == (False, "")
 
 
@@ -631,7 +614,7 @@ def test_backed_sizes_have_a_trace_of_each_kind(backed):
     assert pieces.count("trace") == 3  # Of several tokens and requests, of one request, of one.
 
 
-def test_backed_sizes_are_tried_where_a_kept_trace_has_them(linked, monkeypatch):
+def test_backed_sizes_are_tried_where_a_kept_trace_has_them(tmp_path, monkeypatch):
     """Without bounds of marks (torch 2.11 and 2.12) many a model needs them."""
 
     class Sliced(Model):
@@ -644,7 +627,7 @@ def test_backed_sizes_are_tried_where_a_kept_trace_has_them(linked, monkeypatch)
 
     found = []
     for _ in range(2):
-        with lab_of(linked, Sliced()) as lab:
+        with lab_of(tmp_path, Sliced()) as lab:
             report = lab.runtime.report().compile
             found.append((report.is_trace_kept, len(report.notes)))
             require_right(lab)
@@ -671,36 +654,36 @@ def module_of(path, text, age):
     return module
 
 
-def test_text_of_the_traced_code_that_changed_is_traced_anew(linked, tmp_path):
-    path = tmp_path / "kept_small.py"
+def test_text_of_the_traced_code_that_changed_is_traced_anew(tmp_path):
+    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
     old = SOURCE.replace("FACTOR", "2.0")
     for text, is_kept in ((old, False), (old, True), (f"{old}# More.", False)):
         model = module_of(path, text, age=10_000).Small()
-        with lab_of(linked, model) as lab:
+        with lab_of(cache, model) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
 
-def test_text_that_changed_while_the_process_ran_is_not_trusted(linked, tmp_path):
-    path = tmp_path / "kept_small.py"
+def test_text_that_changed_while_the_process_ran_is_not_trusted(tmp_path):
+    path, cache = tmp_path / "kept_small.py", tmp_path / "cache"
     text = SOURCE.replace("FACTOR", "2.0")
-    with lab_of(linked, module_of(path, text, age=10_000).Small()) as lab:
+    with lab_of(cache, module_of(path, text, age=10_000).Small()) as lab:
         assert compiled(lab) == (False, "")
     model = module_of(path, text, age=-10).Small()
     for _ in range(2):
-        with lab_of(linked, model) as lab:
+        with lab_of(cache, model) as lab:
             assert "changed after this process began" in compiled(lab)[1]
 
 
-def test_code_of_no_file_is_not_kept(linked):
+def test_code_of_no_file_is_not_kept(tmp_path):
     module = sys.modules["kept_nowhere"] = ModuleType("kept_nowhere")
     exec(SOURCE.replace("FACTOR", "2.0"), vars(module))
     for _ in range(2):
-        with lab_of(linked, module.Small()) as lab:
+        with lab_of(tmp_path, module.Small()) as lab:
             assert compiled(lab) == (False, "not kept: forward, whose code is in no file")
 
 
-def test_part_of_a_model_takes_its_kept_trace(linked):
+def test_part_of_a_model_takes_its_kept_trace(tmp_path):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -717,7 +700,7 @@ def test_part_of_a_model_takes_its_kept_trace(linked):
     for is_kept in (False, True):
         model = Whole()
         options = {"compile_part": model.inner, "may_overwrite": [model.inner.count]}
-        with lab_of(linked, model, **options) as lab:
+        with lab_of(tmp_path, model, **options) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
@@ -727,7 +710,7 @@ class OneAxis(torch.nn.Module):
         return torch.sigmoid(x * 2)
 
 
-def test_part_of_one_axis_of_two_has_backed_sizes(linked):
+def test_part_of_one_axis_of_two_has_backed_sizes(tmp_path):
     class Whole(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -739,7 +722,7 @@ def test_part_of_one_axis_of_two_has_backed_sizes(linked):
     for is_kept in (False, True):
         model = Whole()
         options = {"dynamic_shapes": "backed"}
-        with lab_of(linked, model, options, compile_part=model.inner) as lab:
+        with lab_of(tmp_path, model, options, compile_part=model.inner) as lab:
             assert compiled(lab)[0] is is_kept
             require_right(lab)
 
@@ -816,6 +799,7 @@ def test_graph_read_back_says_the_same_of_every_value(monkeypatch, tmp_path):
 
     monkeypatch.setattr(kept_graphs, "to_bytes", noting)
     compilation = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
+    compilation |= {"inductor_compile_config": NO_KERNELS}
     outputs = {"rows": "tokens", "x": "tokens"}
     with RuntimeLab("NONE", model=Views(), outputs=outputs, asked={"compilation": compilation}):
         pass
