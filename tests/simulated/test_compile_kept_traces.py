@@ -45,7 +45,7 @@ pytestmark = [
 
 SWITCH = "KEPT_TRACES_TEST"
 NO_KERNELS = {"fallback_by_default": True}
-"""Inductor's code calls torch's operators; to compile C++ for each test took half of the time."""
+"""Lets Inductor's code call torch's operators, because C++ for each test took half of the time."""
 
 
 @dataclass
@@ -171,8 +171,7 @@ def backed(tmp_path_factory):
 
 def lab_of(folder, model=None, options=None, **others):
     asked = {"level": 3, "backend": "inductor", "splitting_ops": ["torch.sigmoid"]}
-    asked |= {"cache_dir": folder, "inductor_compile_config": NO_KERNELS}
-    asked |= options or {}
+    asked |= {"inductor_compile_config": NO_KERNELS, "cache_dir": folder, **(options or {})}
     model = Model() if model is None else model
     others = {"may_overwrite": [model.count]} | others if hasattr(model, "count") else others
     return RuntimeLab("NONE", model=model, asked={"compilation": asked}, **others)
@@ -733,11 +732,11 @@ def test_other_process_takes_the_trace(folder, options):
     program = textwrap.dedent(
         f"""
         import sys
-        from importlib import _bootstrap_external as imports
+        from importlib import _bootstrap_external as machinery
         from pathlib import Path
-        place_of = imports.cache_from_source
-        # Of libraries the bytecode that there is: without assertions all of torch takes 12 s.
-        imports.cache_from_source = lambda path, *_, **options: place_of(
+        bytecode_of = machinery.cache_from_source
+        # Libraries are read with their assertions: to compile torch without takes 12 s.
+        machinery.cache_from_source = lambda path, *_, **options: bytecode_of(
             path, optimization="" if "site-packages" in path else None
         )
         sys.path[:0] = {sys.path!r}
@@ -798,8 +797,8 @@ def test_graph_read_back_says_the_same_of_every_value(monkeypatch, tmp_path):
         return seen[-1][1]
 
     monkeypatch.setattr(kept_graphs, "to_bytes", noting)
-    compilation = {"level": 2, "backend": "inductor", "cache_dir": tmp_path}
-    compilation |= {"inductor_compile_config": NO_KERNELS}
+    compilation = {"level": 2, "backend": "inductor", "inductor_compile_config": NO_KERNELS}
+    compilation |= {"cache_dir": tmp_path}
     outputs = {"rows": "tokens", "x": "tokens"}
     with RuntimeLab("NONE", model=Views(), outputs=outputs, asked={"compilation": compilation}):
         pass

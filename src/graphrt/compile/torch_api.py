@@ -209,7 +209,7 @@ def traced(
             # where it asks first.
             _replaced(CheckFunctionManager, "build_guards", build_chosen),
             _replaced(guards, "get_verbose_code_part", lambda code, _: code),
-            # How long the guards take, which is for a log, Dynamo times with emptied CPU caches.
+            # For its logs alone, Dynamo times the guards, with the CPU's caches emptied.
             _replaced(guards, "profile_guard_manager", lambda *_: 0.0),
             # The line of a branch on a size, of whose path torch leaves out what its own begins
             # with.
